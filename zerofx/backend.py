@@ -16,6 +16,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -23,19 +24,21 @@ import torch
 from torch import fx
 
 from zerofx import compat
-from zerofx.accelerator import is_accelerator
+from zerofx.accelerator import free_bytes, is_accelerator
 from zerofx.capture import substitutes
 from zerofx.capture.checks import refuse_reads_of_states
 from zerofx.capture.step import CapturedStep, StepCapture
+from zerofx.compiler.best import Choice, Search, agreed
 from zerofx.compiler.choices import choose, stopped
+from zerofx.compiler.forecast import Ranks
 from zerofx.compiler.program import Program
 from zerofx.deferred.block import leave_block
 from zerofx.errors import GraphError, StepError
 from zerofx.garbage import without_collections
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
-from zerofx.ir.parameters import KeptGathered
-from zerofx.options import Options, environment, refuse_mode
+from zerofx.ir.parameters import KeptGathered, Place
+from zerofx.options import Options, environment, named, refuse_mode
 from zerofx.report.folder import DumpFolder, claim, run_of_this_process
 from zerofx.runtime.comm.agreement import Agreement, AgreementError
 from zerofx.runtime.comm.communication import Communicator, default_group
@@ -95,12 +98,15 @@ class CompiledFunction:
         # What the user wrote is checked where it is written.
         choose(self.user_options, {}, is_complete=False)
         self.options: Options | None = None
+        self.communicator: Communicator  # found with the options
+        self.agreement: Agreement
         self.code: types.CodeType | None = None
         self.programs: list[Program] = []  # those in use, and what was dropped since the last
         self.num_programs = 0
         self.kept_gathered: dict[tuple[str, ...], KeptGathered] = {}
         self.why_not_sharded = ""  # of a step that is captured alone, for any stage
         self.attempt: int | None = None  # which one offload="auto" has come to
+        self.choice: Choice | None = None  # what plan="auto" has come to
         self.copies = Copies(REGISTRY.host)
         self.delayed = DelayedUpdates()
         backend.functions.add(self)
@@ -152,9 +158,13 @@ class CompiledFunction:
         self._first_compilation(device)
         try:
             communicator = self.communicator
-            self.figures = self._figures(device)
             assert self.options is not None, "read at the first compilation"
-            refuse_reads_of_states(gm, inputs, self.options.stage)
+            if self.is_to_choose:
+                self._check_reads(gm, inputs)
+            else:
+                refuse_reads_of_states(gm, inputs, self.options.stage)
+            if self.choice is None:
+                self.figures = self._figures(device)
             capture = StepCapture(gm, inputs, communicator.mesh)
             code = compat.dynamo.code_being_compiled()
             self._refuse_runaway(code, {id(tensor) for tensor in capture.tensors})
@@ -172,12 +182,16 @@ class CompiledFunction:
         """Capture a step without other ranks, for ``stop``, which ends the call."""
         choose(self.user_options)
         self.name = compat.dynamo.code_being_compiled().co_name
+        self._check_reads(gm, inputs)
+        return StepCapture(gm, inputs, Mesh()).lower(partial(stop, self))
+
+    def _check_reads(self, gm: fx.GraphModule, inputs: list[Any]) -> None:
+        """Note why a step cannot be sharded; refuse what no stage allows."""
         refuse_reads_of_states(gm, inputs, stage=0)
         try:
             refuse_reads_of_states(gm, inputs, stage=1)
         except StepError as error:
             self.why_not_sharded = str(error)
-        return StepCapture(gm, inputs, Mesh()).lower(partial(stop, self))
 
     def _figures(self, device: torch.device) -> Hardware:
         """Return the figures to plan with: the user's, or those that the ranks measure."""
@@ -194,7 +208,64 @@ class CompiledFunction:
             self.agreement.fail(str(error))  # to ranks that were given figures: they wait there
             raise
 
+    @property
+    def is_to_choose(self) -> bool:
+        """Return whether the first program's options are still to be chosen, by ``plan``."""
+        return self.options is not None and self.options.plan is not None and self.choice is None
+
+    def _choose(self, step: CapturedStep) -> CapturedStep:
+        """Choose the options that are not given, with all ranks; return the step for them.
+
+        What another function over the same parameters has chosen, or was given, is taken over:
+        they have their layout.
+        """
+        given = self.options
+        assert given is not None
+        fixed = named(self.user_options)
+        known: dict[int, Place | None] = {}
+        bound = {id(tensor) for tensor in step.tensors if REGISTRY.lookup(tensor) is not None}
+        before = self.backend.function_of(bound)
+        if before is not None and before.options is not None:
+            fixed |= {"stage", "bucket_bytes", "offload"}
+            taken = {
+                name: getattr(before.options, name)
+                for name in ("stage", "outer_stage", "bucket_bytes", "offload")
+                if name not in named(self.user_options)
+            }
+            given = replace(given, **taken)
+            known = REGISTRY.places(step.tensors)
+        limit = given.memory_limit or self._free_bytes(step)
+        axes = _axes_of(given.process_group) or Mesh.flat(self.communicator.world_size).axes
+        search = Search(
+            step,
+            given,
+            fixed,
+            Ranks(axes, self.figures),
+            limit,
+            why_whole=self.why_not_sharded,
+            known=known,
+        )
+        exchange = partial(self.agreement.exchange, timeout_s=AGREEMENT_TIMEOUT_S)
+        self.choice = agreed(search, exchange)
+        logger.info("%s: plan auto has chosen %s", self.name, self.choice.reasons[0])
+        self.options = self.choice.options
+        self.figures = search.ranks.figures_for(self.options)
+        with compat.tensors.real_tensors():  # in which a mesh has its ranks
+            self.communicator = Communicator.of(self._group, self.options.stage_outside)
+        return step.on(self.communicator.mesh)
+
+    def _free_bytes(self, step: CapturedStep) -> int:
+        """Return what a rank's process may take of its device: the least of what is free on any."""
+        devices = {tensor.device for tensor in step.tensors}
+        device = max(devices, key=is_accelerator, default=torch.device("cpu"))
+        free = str(free_bytes(device, int(environment().get("LOCAL_WORLD_SIZE") or 1)))
+        lines = ("plan auto within what is free",)
+        found = self.agreement.exchange(lines, free.encode(), AGREEMENT_TIMEOUT_S)
+        return min(map(int, found))
+
     def _run_passes(self, step: CapturedStep) -> Callable:
+        if self.is_to_choose:
+            step = self._choose(step)
         program = Program(self, step)
         self.num_programs += 1
         self.programs = [*(known for known in self.programs if known.is_in_use), program]
@@ -251,6 +322,7 @@ class CompiledFunction:
         group = self.options.process_group
         if group is None:
             group = default_group(environment(), device)
+        self._group = group
         self.communicator = Communicator.of(group, self.options.stage_outside)
         self.code = compat.dynamo.code_being_compiled()
         self.name = f"{self.code.co_name}{self.number}"
@@ -264,8 +336,16 @@ class CompiledFunction:
             self.communicator.world_size,
             f"function {self.number}",
             # Ranks that cannot read this one's memory wait for the process group's timeout.
-            end_step=self.communicator.abandon,
+            end_step=lambda: self.communicator.abandon(),
         )
+
+
+def _axes_of(mesh: Any) -> tuple[tuple[str, int], ...]:
+    """Return the axes of a device mesh of two that may have stages of their own; none of others."""
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    if len(names) != 2 or mesh.size(0) < 2:
+        return ()
+    return tuple((name, mesh.size(at)) for at, name in enumerate(names))
 
 
 def _axes_with_ranks(mesh: Any) -> list[str]:
@@ -309,6 +389,16 @@ class ZeroBackend:
             for function in self.functions
             for program in function.programs
         )
+
+    def function_of(self, parameters: set[int]) -> CompiledFunction | None:
+        """Return the last function that has a program of some of these parameters, by id."""
+        known = [
+            function
+            for function in self.functions
+            for program in function.programs
+            if program.is_in_use and program.parameters & parameters
+        ]
+        return max(known, key=lambda function: function.number, default=None)
 
     def forget_dropped(self) -> None:
         """Have torch forget functions if it has dropped all their programs.

@@ -60,7 +60,8 @@ class Hardware(Link):
     """Figures of a group's slowest rank and link.
 
     The fields of ``Link`` are those of all ranks together.  On a mesh ``links`` may have those of
-    each axis, by its name; those of all ranks are then the slowest of them at each thing.
+    each axis, by its name, and of several at once, by their names with commas; those of all ranks
+    are then the slowest of them at each thing.
     ``copy_bytes_per_s`` is what goes between device and host in one direction,
     ``host_bytes_per_s`` what the host's memory carries, ``file_bytes_per_s`` what a rank's files
     do: nobody measures these three, they are of PCIe 4, of a few memory channels and of one NVMe
@@ -99,12 +100,17 @@ class Hardware(Link):
         """
         if not self.links:
             return self
+        if axis in self.links:
+            return self.links[axis]
         named = [self.links[name] for name in axis.split(",") if name in self.links]
         return slowest_link(named or self.links.values())
 
     def on_one_axis(self, axes: Iterable[str]) -> Hardware:
         """Return the same for ranks that are not told apart by axes: those along ``axes``."""
-        link = asdict(slowest_link([self.links[axis] for axis in axes] or self.links.values()))
+        axes = list(axes)
+        together = self.links.get(",".join(axes))
+        of_axes = [self.links[axis] for axis in axes] or self.links.values()
+        link = asdict(together or slowest_link(of_axes))
         values = {name: getattr(self, name) for name in _OF_RANKS}
         return Hardware(**link, **values, **self._known_beside)
 
@@ -124,7 +130,7 @@ class Hardware(Link):
         """The text that the option ``hardware`` takes."""
         if not self.links:
             return f"{super().__str__()} {self.of_ranks}"
-        figures = {axis: asdict(link) for axis, link in self.links.items()}
+        figures = {axis: asdict(link) for axis, link in self.links.items() if "," not in axis}
         values = {f"{axis}.{n}": value for axis, of in figures.items() for n, value in of.items()}
         return f"{_text(values)} {self.of_ranks}"
 

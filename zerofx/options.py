@@ -314,6 +314,11 @@ class Options:
     """The most that travels together, in bytes; None chooses by the link's figures."""
     memory_budget: int | None = _option(None, _BYTES)
     """Bytes that a step may allocate beyond what a rank keeps; None keeps nothing gathered."""
+    plan: str | None = _option(None, _choice("auto"))
+    """``auto`` chooses what is not given of ``stage``, ``bucket_bytes``, ``memory_budget``,
+    ``offload`` and ``recompute``: what is predicted to be fastest within ``memory_limit``."""
+    memory_limit: int | None = _option(None, _BYTES)
+    """All bytes of a rank's process on its device, for ``plan``; None is what is free."""
     hardware: Hardware | None = _option(None, _HARDWARE)
     """The figures that plans are made with; None measures the group's own at its first call."""
     offload: tuple[str, ...] = _option((), _several("optimizer", "params", "activations", "auto"))
@@ -449,6 +454,18 @@ def resolve(
     if values.get("error_feedback") is not None:
         values |= _feedback_on(mesh, values)
     return Options(**values)
+
+
+def named(
+    options: Mapping[str, object] | None, environ: Mapping[str, str] | None = None
+) -> frozenset[str]:
+    """Return the names of the options that somebody has given, here or in the environment.
+
+    None, or an empty variable, leaves a choice as it is.
+    """
+    environ = os.environ if environ is None else environ
+    given = {name for name, value in (options or {}).items() if value is not None}
+    return frozenset({*given, *(name for name in _FIELDS if environ.get(_twin(name)))})
 
 
 def _check_axes(mesh: Any, named: Collection[str], given: str, what: str) -> Sequence[str]:

@@ -11,21 +11,25 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import fx
 
 from zerofx.cost.program import live_bytes
+from zerofx.cost.timeline import work_of
 from zerofx.errors import BudgetError
 from zerofx.ir import ops
 from zerofx.ir.graph import program_order
 from zerofx.ir.parameters import KeptGathered, Residency
 from zerofx.ir.roles import Role, bucket_of, parameter_of, role
+from zerofx.ir.rules import LINK, OUTER_LINK, TO_DEVICE, TO_HOST, UPDATES
 from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import PassContext
+from zerofx.passes.memory.exact import Stay, choose
 
 if TYPE_CHECKING:  # which imports this module
     from zerofx.passes.zero.gathers import GatherSpan, GatherUnit
@@ -66,10 +70,28 @@ def decide(
             "with nothing kept gathered: give it that much (the most that any rank says), or a "
             "smaller batch, torch.utils.checkpoint, or smaller bucket_bytes."
         )
-    states, nbytes = _stay_on_device(graph, ctx, budget - least)
+    pieces = _states(graph, ctx)
+    staying = _stay_on_device(pieces, budget - least)
+    found = _residency(planned, pieces, staying, budget, alive, ctx)
+    if ctx.options.plan and least <= budget and (planned or pieces):
+        found = _best(graph, ctx, planned, alive, pieces, found, staying)
+    return found
+
+
+def _residency(
+    planned: Planned,
+    pieces: Sequence[_States],
+    staying: Collection[int],
+    budget: int,
+    alive: list[int],
+    ctx: PassContext,
+) -> Residency:
+    """Return what stays if these states do, by their numbers: what all ranks can keep gathered."""
+    states = frozenset(itertools.chain(*(pieces[number].updates for number in staying)))
+    nbytes = sum(pieces[number].nbytes for number in staying)
     if not planned:
         return Residency(None, states, nbytes)
-    room = budget - nbytes
+    room, least = budget - nbytes, _peak(planned, alive, False)
     ahead = ctx.options.prefetch and ctx.gathers_overlap
     gathers = tuple(f"{unit.name}: {len(spans)} gathers" for unit, spans in planned.items())
     agreed = ctx.kept_gathered.get(gathers)
@@ -83,6 +105,125 @@ def decide(
     else:  # as little as can be is kept: for the rest activations make room, or are refused
         cuts = _all_cuts(planned)
     return Residency(KeptGathered(gathers, cuts), states, nbytes)
+
+
+def _best(
+    graph: fx.Graph,
+    ctx: PassContext,
+    planned: Planned,
+    alive: list[int],
+    pieces: Sequence[_States],
+    known: Residency,
+    staying: Collection[int],
+) -> Residency:
+    """Return what an integer program chooses; it begins with what is ``known`` to fit.
+
+    What the ranks have agreed on to keep gathered stays so.
+    """
+    budget, kept = ctx.options.memory_budget, known.kept_gathered
+    assert budget is not None
+    ahead = ctx.options.prefetch and ctx.gathers_overlap
+    cuts = _all_cuts(planned)
+    gaps: list[tuple[int, int]] = []
+    if kept is not None and kept.gathers in ctx.kept_gathered:
+        cuts = kept.cuts
+    else:
+        gaps = [
+            (index, number)
+            for index, (unit, spans) in enumerate(planned.items())
+            for number in range(1, len(spans))
+            if unit.regather
+        ]
+    begins = _begins(planned, ahead)
+    stays = [_gap(planned, index, number, begins, ctx) for index, number in gaps]
+    last = len(alive) - 1
+    stays += [Stay(each.nbytes, 0, last, _saves(each, ctx), None) for each in pieces]
+
+    def with_kept(chosen: Collection[int]) -> Cuts:
+        spared = {gaps[number] for number in chosen if number < len(gaps)}
+        return tuple(
+            frozenset(n for n in cut if (index, n) not in spared) for index, cut in enumerate(cuts)
+        )
+
+    def states_of(chosen: Collection[int]) -> list[_States]:
+        return [pieces[number - len(gaps)] for number in sorted(chosen) if number >= len(gaps)]
+
+    def peak(chosen: Collection[int]) -> int:
+        gathered = _peak(with_cuts(planned, with_kept(chosen)), alive, ahead)
+        return gathered + sum(each.nbytes for each in states_of(chosen))
+
+    spared = [gap for gap in gaps if kept is not None and gap[1] not in kept.cuts[gap[0]]]
+    start = frozenset([*map(gaps.index, spared), *(len(gaps) + number for number in staying)])
+    lanes = _lanes(graph, ctx, with_cuts(planned, cuts), pieces)
+    used = _held(with_cuts(planned, cuts), alive, ahead)
+    chosen = choose(stays, used, budget, lanes, peak, start)
+    left = states_of(chosen.numbers)
+    states = frozenset(itertools.chain(*(each.updates for each in left)))
+    nbytes = sum(each.nbytes for each in left)
+    if kept is not None:
+        kept = replace(kept, cuts=with_kept(chosen.numbers))
+    return Residency(kept, states, nbytes, chosen.gap)
+
+
+def _begins(planned: Planned, ahead: bool) -> dict[tuple[int, int], int]:
+    """Return where each gather's memory is taken, by its unit's number and its own."""
+    spans = sorted(
+        (span.first, span.last, index, number)
+        for index, of in enumerate(planned.values())
+        for number, span in enumerate(of)
+    )
+    return {
+        (index, number): spans[at - 1][0] if ahead and at else first
+        for at, (first, _, index, number) in enumerate(spans)
+    }
+
+
+def _gap(
+    planned: Planned,
+    index: int,
+    number: int,
+    begins: Mapping[tuple[int, int], int],
+    ctx: PassContext,
+) -> Stay:
+    """Return what it takes to keep a unit until its gather of this number, and spares."""
+    unit, spans = list(planned.items())[index]
+    saves = _gather_s(unit.nbytes, ctx)
+    begin, end = spans[number - 1].last + 1, begins[index, number] - 1
+    return Stay(unit.held_bytes, begin, end, saves, number)
+
+
+def _gather_s(nbytes: int, ctx: PassContext) -> dict[str, float]:
+    """Return the seconds of a gather on each link that it takes."""
+    mesh = ctx.mesh
+    return {
+        LINK if axis == mesh.inner else OUTER_LINK: ctx.figures.along(axis).transfer_s(
+            times * nbytes, mesh.size(axis)
+        )
+        for axis, times in mesh.carried(reduces=False)
+    }
+
+
+def _saves(piece: _States, ctx: PassContext) -> dict[str, float]:
+    """Return the seconds that an update on the device spares: its values' ways, and the host's."""
+    copy_s = piece.moved_bytes / ctx.figures.copy_bytes_per_s
+    host_s = (2 * piece.nbytes + 3 * piece.moved_bytes) / ctx.figures.host_bytes_per_s
+    return {TO_HOST: copy_s, TO_DEVICE: copy_s, UPDATES: host_s}
+
+
+def _lanes(
+    graph: fx.Graph, ctx: PassContext, planned: Planned, pieces: Sequence[_States]
+) -> dict[str, float]:
+    """Return what each lane has to do with these gathers, and all updates on the host."""
+    works = (work_of(node, ctx.figures, ctx.table, ctx.world_size) for node in graph.nodes)
+    lanes: dict[str, float] = defaultdict(float)
+    for work in works:
+        for lane in work.lanes:
+            lanes[lane] += work.seconds
+    gathers = (_gather_s(unit.nbytes, ctx) for unit, spans in planned.items() for _ in spans)
+    for saved in (*gathers, *(_saves(each, ctx) for each in pieces)):
+        for lane, seconds in saved.items():
+            lanes[lane] += seconds
+    return dict(lanes)
 
 
 def _with_moves(graph: fx.Graph, alive: list[int], ctx: PassContext) -> list[int]:
@@ -172,6 +313,11 @@ def keep_gathered(
 
 
 def _peak(planned: Planned, alive: list[int], ahead: bool) -> int:
+    return max(_held(planned, alive, ahead))
+
+
+def _held(planned: Planned, alive: list[int], ahead: bool) -> list[int]:
+    """Return the bytes at each position with these gathers."""
     spans = sorted(
         (span.first, span.last, unit.held_bytes)
         for unit, spans in planned.items()
@@ -181,42 +327,60 @@ def _peak(planned: Planned, alive: list[int], ahead: bool) -> int:
     for index, (first, last, nbytes) in enumerate(spans):
         changes[spans[index - 1][0] if ahead and index else first] += nbytes
         changes[last + 1] -= nbytes
-    gathered = itertools.accumulate(changes)
-    return max(map(operator.add, alive, gathered))
+    return list(map(operator.add, alive, itertools.accumulate(changes)))
 
 
-def _stay_on_device(
-    graph: fx.Graph, ctx: PassContext, room: int
-) -> tuple[frozenset[tuple[int, int]], int]:
-    """Choose the updates whose states stay on the device, of at most ``room`` bytes; those bytes.
+class _States(NamedTuple):
+    """The states of a bucket's updates, which stay together or leave together.
 
-    A bucket's stay together.  Those stay first whose gradients come last: the others' updates hide
-    behind the rest of backward, theirs would be waited for.  States of which nobody knows how many
-    bytes they will take never stay, nor do an optimizer's that updates a parameter twice in the
-    program: its updates on the device would overtake those on the host.
+    ``moved_bytes`` are those of the values, which go there and back with their gradients.
+    """
+
+    updates: tuple[tuple[int, int], ...]
+    nbytes: int
+    moved_bytes: int
+
+
+def _states(graph: fx.Graph, ctx: PassContext) -> list[_States]:
+    """Return the states that may stay on the device, in the order in which they should.
+
+    Those come first whose gradients come last: the others' updates hide behind the rest of
+    backward, theirs would be waited for.  States of which nobody knows how many bytes they will
+    take never stay, nor do an optimizer's that updates a parameter twice in the program: its
+    updates on the device would overtake those on the host.
 
     Counted as on the rank whose shard is largest, so that ranks choose alike.
     """
     updated = Counter(node.args[2:4] for node in graph.nodes if node.target is ops.update)
     steps_again = {optimizer for (optimizer, _), times in updated.items() if times > 1}
-    pieces: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    buckets: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for optimizer, index in updated:
-        pieces.setdefault((optimizer, ctx.table[index].place.bucket), []).append((optimizer, index))
+        bucket = ctx.table[index].place.bucket
+        buckets.setdefault((optimizer, bucket), []).append((optimizer, index))
     last_reduced = _last_reduced(graph, ctx)
-    states: set[tuple[int, int]] = set()
-    total = 0
-    for piece in sorted(pieces, key=lambda piece: (-last_reduced.get(piece[1], 0), piece)):
-        members = pieces[piece]
+    found = []
+    for piece in sorted(buckets, key=lambda piece: (-last_reduced.get(piece[1], 0), piece)):
+        members = buckets[piece]
         if piece[0] in steps_again or any(member not in ctx.state_bytes for member in members):
             continue
+        infos = [ctx.table[index] for _, index in members]
         nbytes = sum(
-            math.ceil(ctx.state_bytes[member] * ctx.table[member[1]].largest_shard_numel)
-            for member in members
+            math.ceil(ctx.state_bytes[member] * info.largest_shard_numel)
+            for member, info in zip(members, infos, strict=True)
         )
-        if total + nbytes <= room:
-            states.update(members)
-            total += nbytes
-    return frozenset(states), total
+        moved = sum(info.largest_shard_numel * info.dtype.itemsize for info in infos)
+        found.append(_States(tuple(members), nbytes, moved))
+    return found
+
+
+def _stay_on_device(pieces: Sequence[_States], room: int) -> list[int]:
+    """Choose the states that stay on the device, by their numbers, of at most ``room`` bytes."""
+    staying: list[int] = []
+    for number, piece in enumerate(pieces):
+        if piece.nbytes <= room:
+            staying.append(number)
+            room -= piece.nbytes
+    return staying
 
 
 def _last_reduced(graph: fx.Graph, ctx: PassContext) -> dict[int, int]:

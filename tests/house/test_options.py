@@ -48,6 +48,8 @@ def test_defaults_are_the_contracts():
         "bucket_bytes": None,
         "memory_budget": None,
         "hardware": None,
+        "plan": None,
+        "memory_limit": None,
         "offload": (),
         "offload_tier": "cpu",
         "offload_dir": (),
@@ -476,7 +478,7 @@ def test_a_process_group_has_no_twin_and_the_error_says_so(text):
 
 def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     known = list(OPTIONS)
-    assert len(known) == 33
+    assert len(known) == 35
     assert words_of(ValueError, {"prefech": True}) == (
         f"option 'prefech' is unknown; did you mean 'prefetch'? Known: {', '.join(known)}"
     )

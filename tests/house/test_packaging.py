@@ -48,8 +48,10 @@ def test_what_is_installed_compiles_a_step(kind, tmp_path):
     (archive,) = built.iterdir()
     how = ("--no-deps", "--no-build-isolation", "--target", str(installed))
     python("-m", "pip", "install", "-q", *how, str(archive), cwd=tmp_path)
-    files = {path.relative_to(installed) for path in installed.rglob("*.py")}
+    files = {path.relative_to(installed) for path in installed.rglob("*.*")}
     expected = {path.relative_to(checkout) for path in checkout.glob("zerofx/**/*.py")}
+    expected |= {path.relative_to(checkout) for path in checkout.glob("zerofx/**/*.json")}
+    assert any(path.suffix == ".json" for path in expected)
     for folder in ("passes", "codegen"):
         linked = (checkout / folder).rglob("*.py")
         expected |= {Path("zerofx", path.relative_to(checkout)) for path in linked}

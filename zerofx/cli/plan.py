@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 from zerofx import hardware
 from zerofx.devices import DEVICES, device_named
 from zerofx.errors import CommandError
+from zerofx.planning.models import LENGTH, call_of_model, shipped
 from zerofx.planning.plan import axes_of, plan_of, ranks_of_node
 from zerofx.planning.script import call_of
+from zerofx.planning.stopped import StoppedCall
 from zerofx.planning.tables import compared, text_of
 
 
@@ -22,7 +25,8 @@ def add_to(subparsers: Any) -> None:
         "plan",
         help="say what a training script will take on any number of ranks",
         description="Run a training script up to its first compiled call, without memory for its "
-        "model and without other ranks, and print what each stage would keep, send and wait for.",
+        "model and without other ranks, and print what each stage would keep, send and wait for. "
+        "Or do so for a model of which there is only a configuration.",
     )
     parser.add_argument("--ranks", type=int, help="how many there will be")
     parser.add_argument(
@@ -33,6 +37,18 @@ def add_to(subparsers: Any) -> None:
         type=_sizes,
         metavar="NODESxRANKS",
         help="plan stages of two axes, 512x8; with --sweep the ranks of a node count",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"plan a model instead of a script: {', '.join(shipped())}, a config.json, a folder "
+        "with one, or owner/name on the hub",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help=f"with --model, the length of its one sequence (default: {LENGTH}, or its positions)",
     )
     parser.add_argument(
         "--hardware", metavar="FIGURES", help="what the option hardware takes (docs/options.md)"
@@ -64,25 +80,59 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.compare:
         print(compared(*map(_read, chosen.compare)))
         return 0
-    if chosen.script is None or (chosen.ranks is None) == (chosen.sweep is None):
-        raise CommandError(
-            "plan needs a training script, and --ranks N or --sweep ranks=N,N before it: "
-            "python -m zerofx plan --ranks 64 train.py"
-        )
-    plans = [_plan(chosen, ranks) for ranks in chosen.sweep or [chosen.ranks]]
+    _check(chosen)
+    meshes = [_axes(chosen, ranks) for ranks in chosen.sweep or [chosen.ranks]]
+    of_model = None if chosen.model is None else call_of_model(chosen.model, chosen.tokens)
+    call = of_model.call if of_model else None
+    plans = [_plan(chosen, axes, call) for axes in meshes]
     if chosen.json:
         chosen.json.write_text(json.dumps(plans if chosen.sweep else plans[0], indent=1))
+    if of_model:
+        print(of_model.words)
     print(text_of(plans))
     return 0
 
 
-def _plan(chosen: argparse.Namespace, ranks: int) -> Mapping[str, Any]:
-    """Run the script as one of so many ranks, and plan its step for them."""
+def _check(chosen: argparse.Namespace) -> None:
+    """Raise CommandError for arguments of which there are too few or too many."""
+    if (chosen.script is None) == (chosen.model is None):
+        raise CommandError(
+            "plan needs a training script or --model NAME, and not both: "
+            "python -m zerofx plan --ranks 64 train.py"
+        )
+    if (chosen.ranks is None) == (chosen.sweep is None):
+        raise CommandError(
+            "plan needs --ranks N or --sweep ranks=N,N before the script, and not both: "
+            "python -m zerofx plan --ranks 64 train.py"
+        )
+    if chosen.tokens is not None and chosen.model is None:
+        raise CommandError(
+            "--tokens is the length of the sequence that --model trains on, and a script has "
+            "batches of its own: leave it out, or give it to the script, behind its name"
+        )
+
+
+def _axes(chosen: argparse.Namespace, ranks: int) -> tuple[tuple[str, int], ...]:
+    """Return the axes of so many ranks.  Raises: CommandError if they have no such mesh."""
     mesh = chosen.mesh
     if mesh is not None and chosen.sweep:
+        if ranks % mesh["gpu"]:
+            raise CommandError(
+                f"--sweep plans for {ranks} ranks, which do not divide into nodes of "
+                f"{mesh['gpu']}, as --mesh says: leave {ranks} out, or give nodes of another size"
+            )
         mesh = {**mesh, "node": ranks // mesh["gpu"]}
     try:
-        axes = axes_of(ranks, mesh)
+        return axes_of(ranks, mesh)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def _plan(
+    chosen: argparse.Namespace, axes: tuple[tuple[str, int], ...], call: StoppedCall | None
+) -> Mapping[str, Any]:
+    """Plan a call for ranks along these axes; without one, run the script as the first of them."""
+    try:
         device = device_named(chosen.device) if chosen.device else None
     except ValueError as error:
         raise CommandError(str(error)) from None
@@ -90,7 +140,11 @@ def _plan(chosen: argparse.Namespace, ranks: int) -> Mapping[str, Any]:
         figures = hardware.of(chosen.hardware) if chosen.hardware else None
     except ValueError as error:
         raise CommandError(f"--hardware {chosen.hardware}: {error}") from None
-    call = call_of(chosen.script, chosen.arguments, ranks, ranks_of_node(axes), device)
+    if call is None:
+        ranks = math.prod(size for _, size in axes)
+        call = call_of(chosen.script, chosen.arguments, ranks, ranks_of_node(axes), device)
+    elif device is not None:
+        call = call.on_device(device.kind)
     limit = None if chosen.memory_limit is None else int(chosen.memory_limit * 2**30)
     return plan_of(
         call, axes, call.options, memory_limit=limit, figures=figures, device=device

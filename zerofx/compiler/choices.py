@@ -12,7 +12,7 @@ from zerofx.ir.graph import copied_module
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
 from zerofx.options import Options, resolve
-from zerofx.passes.base import PassContext
+from zerofx.passes.base import Conflict, PassContext
 from zerofx.passes.manager import run_pipeline
 from zerofx.passes.pipeline import PIPELINE, rewrites
 
@@ -31,10 +31,39 @@ def choose(
     ``resolve`` does.
     """
     chosen = resolve(options, environ)
-    for conflict in (each for step in PIPELINE for each in step.conflicts):
-        if (is_complete or not conflict.is_lack) and conflict.when(chosen):
-            raise ValueError(conflict.words.format(**vars(chosen)))
+    refuse_conflicts(chosen, is_complete=is_complete)
     return chosen
+
+
+def refuse_conflicts(options: Options, *, is_complete: bool = True) -> None:
+    """Raise ValueError for options that make no sense together, by what each pass says."""
+    for conflict in (*_OF_PLANS, *(each for step in PIPELINE for each in step.conflicts)):
+        if (is_complete or not conflict.is_lack) and conflict.when(options):
+            raise ValueError(conflict.words.format(**vars(options)))
+
+
+_OF_PLANS = (
+    Conflict(
+        lambda options: options.plan and options.memory_budget is not None,
+        "plan='auto' chooses memory_budget: drop it, and say with memory_limit how much of the "
+        "device a rank's process may take in all",
+    ),
+    Conflict(
+        lambda options: options.plan and "auto" in options.offload,
+        "plan='auto' chooses what leaves the device too: drop offload='auto', or plan",
+    ),
+    Conflict(
+        lambda options: options.plan and options.stop_after,
+        "plan='auto' chooses a whole program, and stop_after={stop_after!r} ends it before that: "
+        "drop one",
+    ),
+    Conflict(
+        lambda options: options.memory_limit is not None and not options.plan,
+        "memory_limit={memory_limit} is what plan='auto' chooses a program for: add that, or give "
+        "memory_budget, which is what a step may allocate",
+        is_lack=True,
+    ),
+)
 
 
 def stopped(options: Options) -> Options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from zerofx.cost.timeline import StepTime, Timeline, predict, step_time
 from zerofx.cost.traffic import wire_bytes
 from zerofx.hardware import Hardware
 from zerofx.ir.mesh import Mesh
+from zerofx.ir.parameters import Place
 from zerofx.options import Options
 from zerofx.passes.base import PassContext
 from zerofx.report.memory import Piece, alive, pieces_of
@@ -117,19 +119,50 @@ class Forecast:
         }
 
 
-def forecast(step: CapturedStep, options: Options, mesh: Mesh, figures: Hardware) -> Forecast:
-    """Make the program that a mesh's rank would run of a captured step.
+@dataclass(frozen=True)
+class Ranks:
+    """Stands for the ranks of a step: their axes, the inner one last, and what is known of them.
 
-    Raises: BudgetError if it does not fit ``memory_budget``; what passes refuse.
+    Forecasts are of the first one, which holds most: all ranks come to the same.
     """
-    own = step.on(mesh)
 
-    def context(options: Options) -> PassContext:
-        return context_of(own, options, mesh, figures, kept_gathered={}, known={})
+    axes: tuple[tuple[str, int], ...]
+    figures: Hardware
 
-    if "auto" in options.offload:
-        tried = attempts(options, own.table, mesh)
-        options = tried[first_that_fits(own, [context(attempt) for attempt in tried])]
+    def __len__(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def mesh_for(self, options: Options) -> Mesh:
+        """Return the mesh as a communicator has it: axes count where they differ."""
+        if len(self.axes) > 1 and options.stage_outside is not None and self.axes[0][1] > 1:
+            return Mesh(self.axes, 0, options.stage_outside)
+        return Mesh.flat(len(self))
+
+    def figures_for(self, options: Options) -> Hardware:
+        """Return the figures that a program with these options is planned with."""
+        if self.figures.links and not self.mesh_for(options).outer:
+            named = [axis for axis, size in self.axes if size > 1]
+            return self.figures.on_one_axis(named)
+        return self.figures
+
+    def forecast(
+        self, step: CapturedStep, options: Options, known: Mapping[int, Place | None] | None = None
+    ) -> Forecast:
+        """Make the program that the first rank would run of a captured step.
+
+        ``known`` are the places of parameters, by index, that another program has given them.
+
+        Raises: BudgetError if it does not fit ``memory_budget``; what passes refuse.
+        """
+        mesh, figures = self.mesh_for(options), self.figures_for(options)
         own = step.on(mesh)
-    rewritten, _ = rewrite(own, context(options), None)
-    return Forecast(rewritten, bytes_kept(own, options))
+
+        def context(options: Options) -> PassContext:
+            return context_of(own, options, mesh, figures, kept_gathered={}, known=known or {})
+
+        if "auto" in options.offload:
+            tried = attempts(options, own.table, mesh)
+            options = tried[first_that_fits(own, [context(attempt) for attempt in tried])]
+            own = step.on(mesh)
+        rewritten, _ = rewrite(own, context(options), None)
+        return Forecast(rewritten, bytes_kept(own, options))

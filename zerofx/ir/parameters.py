@@ -215,11 +215,14 @@ class Residency:
 
     ``kept_gathered`` is None if nothing could be kept.  ``states`` are the updates, as (optimizer,
     parameter), whose states stay; they take ``state_bytes`` on the rank whose shard is largest.
+    ``gap`` is the share by which another choice might leave the busiest lane less; None if nothing
+    was solved.
     """
 
     kept_gathered: KeptGathered | None = None
     states: frozenset[tuple[int, int]] = frozenset()
     state_bytes: int = 0
+    gap: float | None = None
 
 
 @dataclass(frozen=True)

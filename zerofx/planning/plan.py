@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from zerofx.compiler.best import Choice, Search
 from zerofx.compiler.choices import choose, stopped
-from zerofx.compiler.forecast import Forecast, forecast
+from zerofx.compiler.forecast import Forecast, Ranks
 from zerofx.devices import RANKS_OF_NODE, Device, device_named
 from zerofx.errors import StepError
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
-from zerofx.options import Options, environment
+from zerofx.options import Options, environment, named
 from zerofx.planning.stand_in import standing_in
 from zerofx.planning.stopped import StoppedCall, capture
 from zerofx.planning.tables import text_of
@@ -45,7 +46,8 @@ class Plan:
     """Holds what a step takes at several stages, on ranks that need not be there.
 
     ``forecasts`` are by stage, as ``3`` or ``gpu:3,node:1``, ``refused`` the reasons why others
-    cannot be.  ``memory_limit`` is what the device has for it, in bytes; None if nobody said.
+    cannot be.  ``memory_limit`` is what the device has for it, in bytes, and ``choice`` what
+    ``plan="auto"`` would choose within it, or why nothing fits; None if nobody said.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Plan:
     forecasts: Mapping[str, Forecast]
     refused: Mapping[str, str]
     memory_limit: int | None = None
+    choice: Choice | str | None = None
 
     def __str__(self) -> str:
         return text_of([self.facts])
@@ -73,6 +76,7 @@ class Plan:
             "memory_limit": self.memory_limit,
             "stages": {stage: one.facts for stage, one in self.forecasts.items()},
             "refused": dict(self.refused),
+            "choice": self.choice.facts if isinstance(self.choice, Choice) else self.choice,
         }
 
 
@@ -106,6 +110,7 @@ def plan(
     """
     axes = axes_of(ranks, mesh)
     given = {**(options or {}), "process_group": _group_of(axes)}
+    memory_limit = memory_limit or given.get("memory_limit")
     found = None if device is None else device_named(device)
     with contextlib.nullcontext() if found is None else standing_in(found):
         call = capture(step, tuple(args), dict(kwargs or {}), given)
@@ -137,13 +142,59 @@ def plan_of(
             options = _options(given, axes, stage)
             if options.stage > 0 and call.why_not_sharded:
                 raise StepError(call.why_not_sharded)
-            mesh = _mesh_of(axes, options)
-            found = _figures(figures, options, axes, device)
-            forecasts[name] = forecast(call.step, options, mesh, found)
+            ranks = _ranks(axes, options, figures, device)
+            forecasts[name] = ranks.forecast(call.step, options)
         except ValueError as error:  # of options that need another stage; a StepError is one too
             refused[name] = str(error)
-    ranks = math.prod(size for _, size in axes)
-    return Plan(call.name, call.step.table, ranks, forecasts, refused, memory_limit)
+    number = math.prod(size for _, size in axes)
+    made = Plan(call.name, call.step.table, number, forecasts, refused, memory_limit)
+    if memory_limit is None:
+        return made
+    return replace(made, choice=_choice(call, axes, given, made, memory_limit, figures, device))
+
+
+def _choice(
+    call: StoppedCall,
+    axes: tuple[tuple[str, int], ...],
+    given: Mapping[str, Any],
+    made: Plan,
+    limit: int,
+    figures: Hardware | None,
+    device: Device | None,
+) -> Choice | str:
+    """Return what ``plan="auto"`` chooses within a limit; in words why if it chooses nothing."""
+    free = {"stage", "memory_budget", "plan"}
+    if "auto" in given.get("offload", ()):
+        free.add("offload")
+    given = {name: value for name, value in given.items() if name not in free}
+    options = _options(given, axes, 3)
+    search = Search(
+        call.step,
+        options,
+        named(given, environment()) - free,
+        _ranks(axes, options, figures, device),
+        limit,
+        why_whole=call.why_not_sharded,
+        made=made.forecasts.values(),
+        more=2**30,
+    )
+    try:
+        return search.run()
+    except StepError as error:
+        return str(error)
+
+
+def _ranks(
+    axes: tuple[tuple[str, int], ...],
+    options: Options,
+    figures: Hardware | None,
+    device: Device | None,
+) -> Ranks:
+    figures = figures or options.hardware
+    if figures is None and device is not None:
+        has_tf32 = torch.get_float32_matmul_precision() != "highest"
+        figures = device.hardware(axes, has_tf32=has_tf32)
+    return Ranks(axes, figures or NOMINAL)
 
 
 def axes_of(ranks: int, mesh: Axes | None) -> tuple[tuple[str, int], ...]:
@@ -177,40 +228,20 @@ def _text(stage: int | Mapping[str, int]) -> str:
 
 def _options(given: Mapping[str, Any], axes: tuple[tuple[str, int], ...], stage: Any) -> Options:
     stage = dict(stage) if isinstance(stage, Mapping) else stage
-    environ = {name: text for name, text in environment().items() if name != "ZEROFX_STAGE"}
+    environ = {name: text for name, text in environment().items() if name not in _OF_PLANS}
+    given = {name: value for name, value in given.items() if name not in ("plan", "memory_limit")}
     return stopped(choose({**given, "stage": stage, "process_group": _group_of(axes)}, environ))
+
+
+_OF_PLANS = ("ZEROFX_STAGE", "ZEROFX_PLAN", "ZEROFX_MEMORY_LIMIT")
+"""Variables of the environment that choose what a plan is there to show."""
 
 
 def _group_of(axes: tuple[tuple[str, int], ...]) -> AxesOfRanks | None:
     return AxesOfRanks(axes) if len(axes) > 1 else None
 
 
-def _mesh_of(axes: tuple[tuple[str, int], ...], options: Options) -> Mesh:
-    """Return the mesh as a communicator has it: axes count where they differ."""
-    if len(axes) > 1 and options.stage_outside is not None and axes[0][1] > 1:
-        return Mesh(axes, 0, options.stage_outside)
-    return Mesh.flat(math.prod(size for _, size in axes))
-
-
 def ranks_of_node(axes: tuple[tuple[str, int], ...]) -> int:
     """Return how many ranks share a machine: those of the inner axis of a mesh, else eight."""
     (*_, (_, inner)) = axes
     return inner if len(axes) > 1 else min(inner, RANKS_OF_NODE)
-
-
-def _figures(
-    given: Hardware | None,
-    options: Options,
-    axes: tuple[tuple[str, int], ...],
-    device: Device | None,
-) -> Hardware:
-    is_flat = len(axes) == 1 or options.stage_outside is None
-    given = given or options.hardware
-    if given is None and device is not None:
-        has_tf32 = torch.get_float32_matmul_precision() != "highest"
-        one_axis = Mesh.flat(math.prod(size for _, size in axes)).axes
-        return device.hardware(one_axis if is_flat else axes, has_tf32=has_tf32)
-    given = given or NOMINAL
-    if given.links and is_flat:
-        return given.on_one_axis([axis for axis, size in axes if size > 1])
-    return given

@@ -41,7 +41,20 @@ def text_of(plans: Sequence[Facts]) -> str:
         for stage, why in plan["refused"].items()
     ]
     lines += ["", *refused] if refused else []
+    for plan in plans:
+        lines += _chosen(plan, of[plan["ranks"]])
     return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
+
+
+def _chosen(plan: Facts, where: str) -> list[str]:
+    """Return the lines of what a plan would choose."""
+    choice = plan.get("choice")
+    if choice is None:
+        return []
+    if isinstance(choice, str):
+        return ["", f"Nothing can be chosen{where}: {choice}"]
+    best, *others = choice["reasons"]
+    return ["", f"plan='auto' would choose{where}: {best}", *(f"  {line}" for line in others)]
 
 
 def compared(one: Facts, other: Facts) -> str:

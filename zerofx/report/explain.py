@@ -40,6 +40,7 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
     busiest = sorted(timeline.lanes.items(), key=lambda lane: -lane[1])
     lanes = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in busiest if seconds)
     numbers = [
+        *_chosen(program),
         ("parameters", f"{len(program.table)}, {size_text(sum(p.nbytes for p in program.table))}"),
         ("kept per rank between steps", size_text(kept_bytes(program))),
         *_errors(program),
@@ -98,6 +99,15 @@ def _stage(program: Program) -> str:
         return f"stage {options.stage}"
     outside = options.stage_outside or 0
     return f"stage {options.stage} over {mesh.inner} and {outside} over {mesh.outer}"
+
+
+def _chosen(program: Program) -> list[tuple[str, str]]:
+    """Return what ``plan="auto"`` has chosen, and a row for each reason."""
+    choice = program.function.choice
+    if choice is None:
+        return []
+    first, *others = choice.reasons
+    return [("chosen by plan=auto", first), *(("", line) for line in others)]
 
 
 def _by_axis(program: Program) -> list[tuple[str, str]]:

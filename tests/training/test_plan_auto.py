@@ -1,0 +1,233 @@
+"""``plan="auto"``: any choice trains as the defaults do, within the limit, alike on all ranks."""
+
+from __future__ import annotations
+
+import gc
+import re
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+import zerofx
+from tests.kit.covering import first, only
+from tests.kit.models import features
+from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.trainings import assert_same, built, clipped, plain, program_of, run
+from zerofx import backend
+from zerofx.errors import BudgetError
+from zerofx.inspecting import explain
+
+FIGURES = "latency_s=2e-5 bytes_per_s=1e9 flops_per_s=2e10 memory_bytes_per_s=1e10"
+LIMITS = (10**9, 6000, 4500, 3600, 2800, 2200)  # bytes: all, and less and less
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    torch._dynamo.reset()
+
+
+def auto(step, limit, **options):
+    """A step whose options are chosen."""
+    given = {"lowering": "eager", "hardware": FIGURES, "plan": "auto", "memory_limit": limit}
+    return torch.compile(step, backend="zero", options={**given, **options})
+
+
+def function_of(compiled):
+    program = program_of(compiled)
+    return next(each for each in backend.zero.functions if program in each.programs)
+
+
+def trained(step, limit, options=None):
+    """Losses, states, and what was chosen; None for the limit trains by default."""
+    torch._dynamo.reset()
+    gc.collect()
+    pair = built()
+    options = {"lowering": "eager", "hardware": FIGURES, **(options or {})}
+    if limit is not None:
+        options |= {"plan": "auto", "memory_limit": limit}
+    compiled = torch.compile(step, backend="zero", options=options)
+    losses = run(compiled, pair, range(3))
+    choice = function_of(compiled).choice
+    facts = choice and {**choice.facts, "reasons": choice.reasons}
+    return losses, pair[0].state_dict(), pair[1].state_dict(), facts
+
+
+def within(step, limits, options=None):
+    """Train by default, and within each limit for as long as anything fits."""
+    found = [trained(step, None, options)]
+    for limit in limits:
+        try:
+            found.append(trained(step, limit, options))
+        except BudgetError as error:
+            found.append(str(error))
+    return found
+
+
+def check(found, limits, same=assert_same):
+    """The same bits throughout, and as many bytes as there are."""
+    expected, *chosen = found
+    fitting = [each for each in chosen if not isinstance(each, str)]
+    for each in fitting:
+        same(each[:3], expected[:3])
+    for each, limit in zip(chosen, limits, strict=True):
+        if isinstance(each, str):
+            assert f"memory_limit is {limit} bytes" in each
+            least = int(re.search(r"rank's device is (\d+)", each)[1])
+            assert least > limit
+        else:
+            assert each[3]["needs"] <= limit
+    return [each[3] for each in fitting]
+
+
+def nearly(one, other):
+    """The same but for the order of sums, over ranks and over the shards of a norm."""
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("step", (plain, clipped))
+def test_alone(step):
+    chosen = check(within(step, LIMITS), LIMITS)
+    assert len({(one["stage"], tuple(one["offload"])) for one in chosen}) > 1
+
+
+@pytest.mark.parametrize("step", first(0, (plain, clipped)))
+def test_on_two_ranks(ranks, step):
+    both = ranks(2).run(within, step, LIMITS)
+    # Norms are summed shard by shard from stage 1 on, and whole at stage 0.
+    same = nearly if step is clipped else assert_same
+    chosen = [check(found, LIMITS, same) for found in both]
+    assert chosen[0] == chosen[1]
+    assert len({(one["stage"], tuple(one["offload"])) for one in chosen[0]}) > 1
+
+
+def on_a_mesh(step, limits):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
+    return within(step, limits, {"process_group": mesh})
+
+
+@pytest.mark.nightly
+def test_on_a_mesh(ranks):
+    limits = (10**9, 3600)
+    every = ranks(4).run(on_a_mesh, plain, limits)
+    chosen = [check(found, limits, nearly) for found in every]
+    assert chosen[0] and all(each == chosen[0] for each in chosen)
+
+
+def other_rows():
+    """The second rank has a batch that is four times as large."""
+    pair, rank = built(), torch.distributed.get_rank()
+    batch = [part[: 2 if rank == 0 else 8] for part in features(rank, 8)]
+    found = []
+    for limit in (10**9, 4500, 3600):
+        torch._dynamo.reset()
+        pair, compiled = built(), auto(plain, limit)
+        try:
+            losses = [compiled(*pair, *batch).item() for _ in range(2)]
+            found.append((losses, function_of(compiled).options.stage, pair[0].state_dict()))
+        except BudgetError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.nightly
+def test_ranks_with_batches_of_other_shapes_agree(ranks):
+    one, other = ranks(2).run(other_rows)
+    assert not isinstance(one[0], str)
+    for mine, its in zip(one, other, strict=True):
+        if isinstance(mine, str):
+            assert "memory_limit is" in mine and "memory_limit is" in its
+        else:
+            assert mine[1] == its[1]
+            assert_same(mine[2], its[2])
+
+
+def test_options_that_are_given_stay():
+    pair, compiled = built(), auto(plain, 10**9, stage=1, bucket_bytes=400)
+    run(compiled, pair, [0])
+    chosen = function_of(compiled).options
+    assert (chosen.stage, chosen.bucket_bytes, chosen.offload) == (1, 400, ())
+
+
+def test_a_later_function_takes_over_the_plan():
+    pair = built()
+    training = auto(plain, 10**9, stage=2)
+    run(training, pair, [0])
+
+    def evaluate(model, x):
+        return model(x).sum()
+
+    evaluating = auto(evaluate, 10**9)
+    with torch.no_grad():
+        evaluating(pair[0], features(0, 8)[0])
+    assert function_of(evaluating).options.stage == 2
+    run(training, pair, [1])
+
+
+def test_it_says_what_it_has_chosen_and_why():
+    pair, compiled = built(), auto(plain, 10**9)
+    run(compiled, pair, [0])
+    table = explain(compiled)
+    assert re.search(r"chosen by plan=auto +stage \d", table), table
+    assert "above its matrix products alone" in table
+
+
+def test_without_a_limit_it_is_what_is_free():
+    pair, compiled = built(), auto(plain, None)
+    run(compiled, pair, [0])
+    assert function_of(compiled).choice.limit > 2**20
+
+
+def test_nothing_fits():
+    with pytest.raises(BudgetError, match="memory_limit is 10 bytes, and the least"):
+        run(auto(plain, 10), built(), [0])
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"memory_budget": 1}, "plan='auto' chooses memory_budget: drop it"),
+        ({"offload": "auto", "memory_budget": None}, "drop offload='auto', or plan"),
+        ({"stop_after": "bucket"}, "stop_after='bucket' ends it before that"),
+        ({"plan": "best"}, "plan must be one of auto"),
+    ],
+)
+def test_what_makes_no_sense_with_it(options, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        run(auto(plain, 10**9, **options), built(), [0])
+
+
+def test_a_limit_needs_the_plan():
+    compiled = torch.compile(plain, backend="zero", options={"memory_limit": 10})
+    with pytest.raises(ValueError, match="memory_limit=10 is what plan='auto' chooses"):
+        run(compiled, built(), [0])
+
+
+def test_what_needs_whole_states_has_stage_0():
+    def reads_states(model, optimizer, x, y):
+        loss = plain(model, optimizer, x, y)
+        return loss, optimizer.state[next(model.parameters())]["exp_avg"].clone()
+
+    model, optimizer = built()
+    compiled = auto(reads_states, 10**9)
+    run(auto(plain, 10**9, stage=0), (model, optimizer), [0])
+    compiled(model, optimizer, *features(1, 8))
+    assert function_of(compiled).options.stage == 0
+
+
+@pytest.mark.slow(reason="every stage is planned twice")
+@pytest.mark.parametrize("limit", only([6000], LIMITS[:4]))
+def test_the_command_chooses_what_ranks_do(ranks, limit):
+    (mine, _) = ranks(2).run(trained, plain, limit)
+    made = zerofx.plan(
+        plain,
+        (*built(), *[part[:4] for part in features(0, 8)]),
+        ranks=2,
+        options={"lowering": "eager", "hardware": FIGURES},
+        memory_limit=limit,
+    )
+    assert not isinstance(made.choice, str), made.choice
+    assert made.choice.options.stage == mine[3]["stage"]
+    assert made.choice.facts["needs"] == mine[3]["needs"]

@@ -1,0 +1,422 @@
+"""What ``plan="auto"`` chooses: of the forms that fit a rank, the one predicted to be fastest."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from zerofx.capture.step import CapturedStep
+from zerofx.compiler.choices import refuse_conflicts
+from zerofx.compiler.forecast import Forecast, Ranks
+from zerofx.cost.program import flops, seconds
+from zerofx.cost.timeline import milliseconds
+from zerofx.cost.traffic import size_text
+from zerofx.errors import BudgetError, StepError
+from zerofx.hardware import LARGEST_BUCKET_BYTES, SMALLEST_BUCKET_BYTES
+from zerofx.ir.interface import recorded
+from zerofx.options import Options
+
+BUCKETS = (SMALLEST_BUCKET_BYTES, 8 * SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES)
+
+AWAY = (
+    (("optimizer",), ("activations",)),
+    (("optimizer", "activations"),),
+    (("optimizer", "params", "activations"),),
+)
+"""What may leave the device, as little as has to: the next ones are tried if none of these fits."""
+
+NEAR = 0.01
+"""A choice this near to what no form beats is good enough."""
+
+EQUAL = 2e-3
+"""Forms whose predicted steps differ by less are as fast as each other."""
+
+MOST_PROGRAMS = 24
+LEAST_PROGRAMS = 3
+MOST_NODES = 40_000
+"""What is made to choose: so many programs, of so many nodes together, as those are all alike."""
+
+Key = tuple[int, int | None, int | None, tuple[str, ...], bool]
+"""What tells forms apart: stage, outer stage, bytes of a bucket, what leaves, recomputation."""
+
+
+def key_of(options: Options) -> Key:
+    """Return what tells a form with these options from others."""
+    of = options
+    return of.stage, of.outer_stage, of.bucket_bytes, of.offload, of.recompute
+
+
+def words_of(options: Options) -> str:
+    """Say a form in words."""
+    words = [f"stage {options.stage}"]
+    if options.outer_stage is not None:
+        words = [f"stage {options.stage} within nodes and {options.outer_stage} between them"]
+    if options.bucket_bytes is not None:
+        words.append(f"buckets of {size_text(options.bucket_bytes)}")
+    if not options.recompute:
+        words.append("nothing recomputed")
+    if options.memory_budget is not None and options.stage == 3:
+        words.append("layers kept gathered as far as they fit")
+    if options.offload:
+        as_far = " as far as they have to" if options.memory_budget is not None else ""
+        words.append(f"{', '.join(options.offload)} away{as_far}")
+    return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to run a step: its options, and what its program would take of a rank.
+
+    ``needs`` are all of the process's bytes on the device, at the step's peak.
+    """
+
+    options: Options
+    forecast: Forecast
+    needs: int
+
+    @property
+    def step_s(self) -> float:
+        return self.forecast.timeline.step_s
+
+    def is_better_than(self, other: Form) -> bool:
+        """Return whether it is faster, or as fast with less to send."""
+        if abs(self.step_s - other.step_s) > EQUAL * other.step_s:
+            return self.step_s < other.step_s
+        return self.forecast.timeline.transfer_s < (1 - EQUAL) * other.forecast.timeline.transfer_s
+
+    def __str__(self) -> str:
+        return words_of(self.options)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The form that was chosen, and why.
+
+    ``bound_s`` are the seconds of the step's matrix products alone, which no form beats.  ``tried``
+    are the forms that were made, those that need more than ``limit`` bytes too; ``refused`` says
+    why others cannot be.
+    """
+
+    form: Form
+    limit: int
+    bound_s: float
+    tried: Sequence[Form]
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def options(self) -> Options:
+        return self.form.options
+
+    @property
+    def has_budget(self) -> bool:
+        """Return whether something stays on the device for as far as it fits."""
+        return self.options.memory_budget is not None
+
+    @property
+    def gap(self) -> float:
+        """The share by which a form could be faster at most, of those not made too."""
+        return self.form.step_s / self.bound_s - 1 if self.bound_s else 0.0
+
+    @cached_property
+    def more(self) -> list[tuple[int, Form]]:
+        """What more memory would buy: bytes above the limit, and a form that is faster each."""
+        bought: list[tuple[int, Form]] = []
+        best = self.form
+        for form in sorted(self.tried, key=lambda form: form.needs):
+            if form.needs > self.limit and form.step_s < (1 - EQUAL) * best.step_s:
+                best = form
+                bought.append((form.needs - self.limit, form))
+        return bought
+
+    @property
+    def reasons(self) -> list[str]:
+        """Say in words what was chosen, and why nothing else."""
+        needs = f"{size_text(self.form.needs)} of {size_text(self.limit)}"
+        lines = [
+            f"{self.form}: {milliseconds(self.form.step_s)} a step, with {needs}; "
+            f"{self.gap:.1%} above its matrix products alone, which nothing beats"
+        ]
+        residency = recorded(self.form.forecast.rewritten.gm.graph).decisions.residency
+        if residency is not None and residency.gap is not None:
+            lines.append(f"what stays on the device is within {residency.gap:.2%} of the best")
+        by_key: dict[Key, list[Form]] = {}
+        for form in self.tried:
+            by_key.setdefault(key_of(form.options), []).append(form)
+        by_key.pop(key_of(self.options), None)
+        for forms in by_key.values():
+            fits = [form for form in forms if form.needs <= self.limit]
+            if fits:
+                fastest = min(fits, key=lambda form: form.step_s)
+                lines.append(f"{fastest}: takes {milliseconds(fastest.step_s)}")
+            else:
+                least = min(forms, key=lambda form: form.needs)
+                lines.append(f"{least}: needs {size_text(least.needs)}")
+        lines += [f"{name}: {why}" for name, why in self.refused.items()]
+        lines += [
+            f"{size_text(nbytes)} more would allow {form}: {milliseconds(form.step_s)}"
+            for nbytes, form in self.more
+        ]
+        return lines
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The same as plain data.  Units: bytes, seconds."""
+        of = self.options
+        return {
+            "stage": of.stage,
+            "outer_stage": of.outer_stage,
+            "bucket_bytes": of.bucket_bytes,
+            "offload": list(of.offload),
+            "recompute": of.recompute,
+            "memory_budget": of.memory_budget,
+            "needs": self.form.needs,
+            "limit": self.limit,
+            "step_s": self.form.step_s,
+            "bound_s": self.bound_s,
+            "gap": self.gap,
+            "reasons": self.reasons,
+            "more": [
+                {"bytes": nbytes, "form": str(form), "step_s": form.step_s}
+                for nbytes, form in self.more
+            ],
+        }
+
+
+class Search:
+    """Looks for the best form of one step, from the stage on that does best by itself.
+
+    ``given`` has what the user chose: the options ``named`` stay as they are.  Every stage is tried
+    with all else by default, and if none fits, with what may leave the device, as little as has to;
+    then, from the best one on, what differs from it in one thing, for as long as that helps.  Each
+    form's program is made by the passes, as it would be to run; within it an integer program says
+    what stays on the device.  A step for which there is a reason ``why_whole`` has its states
+    whole.  ``known`` are the places of parameters that have one, ``made`` the forecasts that there
+    are, ``more`` the bytes above the limit of which the choice is to say what they buy.
+    """
+
+    def __init__(
+        self,
+        step: CapturedStep,
+        given: Options,
+        named: Collection[str],
+        ranks: Ranks,
+        limit: int,
+        *,
+        why_whole: str = "",
+        known: Mapping[int, Any] | None = None,
+        made: Iterable[Forecast] = (),
+        more: int = 0,
+    ) -> None:
+        self.step, self.given, self.ranks, self.limit = step, given, ranks, limit
+        self.named, self.why_whole, self.known = frozenset(named), why_whole, known or {}
+        self.more = more
+        self.tried: dict[Options, Form] = {}
+        self.fitting: dict[Key, list[Form]] = {}
+        self.refused: dict[str, str] = {}
+        nodes = max(len(step.gm.graph.nodes), 1)
+        self.left = min(max(MOST_NODES // nodes, LEAST_PROGRAMS), MOST_PROGRAMS)
+        for one in made:
+            self._note(one)
+
+    def run(self) -> Choice:
+        """Choose.  Raises: BudgetError if nothing fits."""
+        figures = self.ranks.figures_for(self.given)
+        nodes = [node for node in self.step.gm.graph.nodes if flops(node)]
+        compute_s = sum(seconds(node, figures, self.step.table) for node in nodes)
+        self.left += len(self._stages())  # each of them is tried
+        best: Form | None = None
+        for stage, outer in self._stages():
+            best = self._better(best, replace(self.given, stage=stage, outer_stage=outer))
+        if best is None:
+            best = self._least()
+        while self.left > 0 and best.step_s > (1 + NEAR) * compute_s:
+            found: Form | None = best
+            for options in self._beside(best.options):
+                found = self._better(found, options)
+            if found is best or found is None:
+                break
+            best = found
+        best = self._or_greedy(best)
+        if self.more and best.options.memory_budget is not None:
+            budget = best.options.memory_budget + self.more
+            self._made(replace(best.options, memory_budget=budget))
+        return Choice(best, self.limit, compute_s, [*self.tried.values()], self.refused)
+
+    def form_of(self, key: Key, has_budget: bool) -> Form | None:
+        """Return the form that these stand for; None if it does not fit."""
+        stage, outer, bucket, away, recompute = key
+        names: dict[str, Any] = {"bucket_bytes": bucket, "offload": away, "recompute": recompute}
+        self.left = max(self.left, 1)
+        for form in self._fitting(replace(self.given, stage=stage, outer_stage=outer, **names)):
+            if (form.options.memory_budget is not None) == has_budget:
+                return form
+        return None
+
+    def _stages(self) -> list[tuple[int, int | None]]:
+        """Return the stages to choose from, those given first; on a mesh pairs of them."""
+        own = self.given.stage, self.given.outer_stage
+        if "stage" in self.named:
+            return [own]
+        if self.why_whole:
+            return [(0, None)]
+        if len(self.ranks.axes) == 1:
+            return [(stage, None) for stage in (3, 2, 1, 0)]
+        pairs = [(inner, outer) for inner in (3, 2, 1, 0) for outer in range(inner, -1, -1)]
+        return [*pairs]
+
+    def _beside(self, options: Options) -> Iterator[Options]:
+        """Yield options that differ in one thing from these."""
+        options = replace(options, memory_budget=None, plan=self.given.plan)
+        if "bucket_bytes" not in self.named and options.bucket and len(self.ranks) > 1:
+            for nbytes in (None, *BUCKETS):
+                yield replace(options, bucket_bytes=nbytes)
+        if "recompute" not in self.named and options.lowering == "inductor":
+            yield replace(options, recompute=not options.recompute)
+
+    def _least(self) -> Form:
+        """Return the first form that fits with as little on the device as can be.
+
+        Raises: BudgetError if none does, with what the least one needs.
+        """
+        for level in AWAY if "offload" not in self.named else ():
+            found: Form | None = None
+            for targets, (stage, outer) in itertools.product(level, self._stages()):
+                if stage < 3 and "params" in targets or stage == 0 and "optimizer" in targets:
+                    continue
+                self.left = max(self.left, 2)  # until something fits
+                options = replace(self.given, stage=stage, outer_stage=outer, offload=targets)
+                found = self._better(found, options)
+            if found is not None:
+                return found
+        if not self.tried:
+            raise StepError("; ".join(f"{name}: {why}" for name, why in self.refused.items()))
+        least = min(self.tried.values(), key=lambda form: form.needs)
+        raise BudgetError(
+            f"memory_limit is {self.limit} bytes, and the least that this step takes of a rank's "
+            f"device is {least.needs}, with {least}: give it that much, train on more ranks or with"
+            " a smaller batch, or let torch.utils.checkpoint drop activations."
+        )
+
+    def _better(self, best: Form | None, options: Options) -> Form | None:
+        for found in self._fitting(options):
+            best = found if best is None or found.is_better_than(best) else best
+        return best
+
+    def _fitting(self, options: Options) -> list[Form]:
+        """Return the forms with these options that fit."""
+        key = key_of(options)
+        if key not in self.fitting and self.left <= 0:
+            return []
+        if key not in self.fitting:
+            options = replace(options, plan=None, memory_limit=None, memory_budget=None)
+            try:
+                refuse_conflicts(options)
+                self.fitting[key] = self._within_limit(options)
+            except ValueError as error:  # a StepError is one too
+                self.fitting[key] = []
+                self.refused[words_of(options)] = str(error)
+        return self.fitting[key]
+
+    def _within_limit(self, options: Options) -> list[Form]:
+        """Make a form's programs: with as little as can be on the device, and with what fits."""
+        least = self._made(options)
+        found = [least] if least.needs <= self.limit else []
+        keeps = options.stage == 3 and any(least.forecast.sent.values())
+        if not (keeps or options.offload):
+            return found
+        peak = least.forecast.peak
+        fixed = sum(least.forecast.kept.values()) + peak.get("inputs", 0)
+        room = self.limit - fixed - (least.needs - sum(peak.values()))
+        for _ in range(3):
+            if room <= 0:
+                break
+            try:
+                more = self._made(replace(options, plan="auto", memory_budget=room))
+            except BudgetError:
+                break
+            over = more.needs - self.limit
+            if over <= 0:
+                return [*found, more]
+            room -= over
+        return found
+
+    def _or_greedy(self, best: Form) -> Form:
+        """Return what choosing one thing after the other gives, if that is predicted better."""
+        residency = recorded(best.forecast.rewritten.gm.graph).decisions.residency
+        if residency is None or residency.gap is None:
+            return best
+        greedy = self._made(replace(best.options, plan=None))
+        return greedy if greedy.needs <= self.limit and greedy.is_better_than(best) else best
+
+    def _made(self, options: Options) -> Form:
+        if options not in self.tried:
+            self.left -= 1
+            self._note(self.ranks.forecast(self.step, options, self.known))
+        return self.tried[options]
+
+    def _note(self, made: Forecast) -> None:
+        options = made.options
+        self.tried[options] = Form(options, made, sum(made.peak.values()))
+
+
+def agreed(search: Search, exchange: Callable[[Sequence[str], bytes], Sequence[bytes]]) -> Choice:
+    """Choose what fits all ranks: those whose batches have other shapes may choose differently.
+
+    ``exchange`` gives every rank's value, by rank, for lines that are the same on all.  Where the
+    ranks differ, each tries what the others have chosen, and what fits all is taken whose slowest
+    rank is fastest.
+
+    Raises: BudgetError, on all ranks, if nothing fits one of them.
+    """
+    lines = (f"plan auto within {search.limit} bytes",)
+
+    def told(value: object) -> list[Any]:
+        return [json.loads(its) for its in exchange(lines, json.dumps(value).encode())]
+
+    mine: Choice | None = None
+    try:
+        mine = search.run()
+        says: dict[str, Any] = {"form": (key_of(mine.options), mine.has_budget)}
+    except BudgetError as error:
+        says = {"error": str(error)}
+    every = told(says)
+    _raise_first(every)
+    assert mine is not None
+    named = [_read(each["form"]) for each in every]
+    if any(each != named[0] for each in named):
+        keys = sorted(set(named), key=repr)
+        forms = [search.form_of(*key) for key in keys]
+        rows = told([None if form is None else form.step_s for form in forms])
+        columns = zip(*rows, strict=True)
+        slowest = [math.inf if None in column else max(column) for column in columns]
+        form = forms[min(range(len(keys)), key=slowest.__getitem__)]
+        if math.isinf(min(slowest)) or form is None:
+            raise BudgetError(
+                f"memory_limit is {search.limit} bytes, and ranks whose batches have other shapes "
+                f"need different plans for it: none of {len(keys)} fits all of them. Give batches "
+                "of one shape, or choose by options."
+            )
+        mine = replace(mine, form=form)
+    if not mine.has_budget:
+        return mine
+    # Nobody takes more than the one who has least, and all solve it, or none.
+    least = min(told(mine.options.memory_budget))
+    plan = "auto" if all(told(mine.options.plan)) else None
+    options = replace(mine.options, memory_budget=least, plan=plan)
+    return replace(mine, form=replace(mine.form, options=options))
+
+
+def _read(form: Sequence[Any]) -> tuple[Key, bool]:
+    (stage, outer, bucket, away, recompute), has_budget = form
+    return (stage, outer, bucket, tuple(away), recompute), has_budget
+
+
+def _raise_first(every: Sequence[Mapping[str, Any]]) -> None:
+    for rank, each in enumerate(every):
+        if "error" in each:
+            raise BudgetError(f"rank {rank}: {each['error']}" if len(every) > 1 else each["error"])
