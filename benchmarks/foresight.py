@@ -5,7 +5,7 @@
 
 The ranks calibrate, as ``python -m zerofx calibrate`` does, and train every configuration (models
 x batches x stages), all in turns of a few steps: what disturbs one disturbs its neighbours.  Of
-each the faster half of its turns counts; its time is their median, on average over ranks.  This
+each the faster half of its steps counts; its time is their average, of the average rank.  This
 process then plans the configurations by the file that was measured, and without ranks.
 
 Prints a row for each, and of all: the median and the 90th percentile of errors, Kendall's tau, the
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -69,6 +70,8 @@ def training_of(sizes: Sizes, rows: int, length: int, rank: int) -> tuple[Callab
 
 def measured(rank: int, num_ranks: int, lowering: str, rounds: int) -> tuple[dict, list[float]]:
     """Return the calibration, and the seconds of a step of each configuration on this rank."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})  # or they meet on one, and part again
     compiles = lowering == "inductor"
     calibrator = Calibrator(Communicator.of(None), torch.device("cpu"), with_inductor=compiles)
     steps = []
@@ -81,32 +84,32 @@ def measured(rank: int, num_ranks: int, lowering: str, rounds: int) -> tuple[dic
         steps.append((compiled, given))
         if rank == 0:
             print(f"compiled {len(steps)}", file=sys.stderr, flush=True)
-    turns: list[list[tuple[float, list[float]]]] = [[] for _ in steps]
+    taken: list[list[float]] = [[] for _ in steps]
     for _ in range(rounds):
         calibrator.turn()
-        for (compiled, given), taken in zip(steps, turns, strict=True):
-            once_s = statistics.median(taken[-1][1]) if taken else 0.1
+        for (compiled, given), seconds in zip(steps, taken, strict=True):
+            once_s = seconds[-1] if seconds else SHORTEST_TURN_S
             times = torch.tensor(max(2, round(SHORTEST_TURN_S / once_s)))
             dist.all_reduce(times, dist.ReduceOp.MAX)
-            taken.append(turn(partial(compiled, *given), int(times)))
+            seconds += turn(partial(compiled, *given), int(times))
     found = []
-    for taken in turns:
-        order = sorted(taken, key=lambda one: one[0])[: -(-len(taken) // 2)]
-        found.append(statistics.median(itertools.chain.from_iterable(s for _, s in order)))
+    for seconds in taken:
+        half = sorted(seconds)[: -(-len(seconds) // 2)]
+        found.append(statistics.fmean(half))
     return as_json(calibrator.calibrated()), found
 
 
-def turn(step: Callable, times: int) -> tuple[float, list[float]]:
-    """Run some steps; return the median on average over ranks, and this rank's seconds."""
+def turn(step: Callable, times: int) -> list[float]:
+    """Return the seconds of some steps, of the average rank."""
     seconds = []
-    for _ in range(times):
+    for _ in range(times + 1):
         dist.barrier()
         begun = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - begun)
-    average_s = torch.tensor(statistics.median(seconds) / dist.get_world_size())
+    average_s = torch.tensor(seconds[1:])  # the first has memory that others have had
     dist.all_reduce(average_s)
-    return float(average_s), seconds
+    return (average_s / dist.get_world_size()).tolist()
 
 
 def planned(path: str, num_ranks: int, lowering: str) -> Iterator[tuple[float, float, float]]:

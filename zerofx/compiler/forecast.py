@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch import fx
+
 from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import bytes_kept, context_of
 from zerofx.compiler.rewrite import Rewritten, rewrite
-from zerofx.cost.timeline import StepTime, Timeline, predict, step_time
+from zerofx.cost.timeline import StepTime, Timeline, Work, predict, step_time, works_of
 from zerofx.cost.traffic import wire_bytes
 from zerofx.hardware import Hardware
 from zerofx.ir.mesh import Mesh
@@ -88,19 +90,23 @@ class Forecast:
         return {axis: sent.total for axis, sent in along.items()}
 
     @cached_property
+    def _works(self) -> Mapping[fx.Node, Work]:
+        ctx = self.rewritten.ctx
+        return works_of(self.rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size)
+
+    @cached_property
     def timeline(self) -> Timeline:
         """The step's predicted seconds by the figures that it was planned with."""
         ctx = self.rewritten.ctx
-        return predict(self.rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size)
+        of = self.rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size
+        return predict(*of, works=self._works)
 
     @cached_property
     def step_time(self) -> StepTime:
         """The seconds of a step, with an interval of what is unknown of its figures."""
         ctx = self.rewritten.ctx
-        times = ctx.figures.times_of(ctx.options.lowering)
-        return step_time(
-            self.rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size, times=times
-        )
+        of = self.rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size
+        return step_time(*of, works=self._works, times=ctx.figures.times_of(ctx.options.lowering))
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ COMPILED = Training(128, 4, 64, 3, lowering="inductor")
 ROUNDS = 8
 """Each training has so many turns; a turn is a few steps of either kind."""
 
-SHORTEST_TURN_S = 0.05
+SHORTEST_TURN_S = 0.1
 
 LEAST_SPREAD = 1.1
 """No interval is narrower: four trainings do not say more."""
@@ -112,23 +112,17 @@ class Sample(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-@dataclass(frozen=True)
-class Turn:
-    """The seconds of some steps on this rank, of as many that were timed, and of their nodes."""
-
-    steps_s: list[float]
-    timed_s: list[float]
-    nodes_s: dict[str, list[float]]
-
-
 @dataclass
 class Run:
-    """A training under way on this rank, and its turns so far."""
+    """A training under way on this rank: the seconds of steps, of as many that were timed, and in
+    these of the calls of nodes, by name."""
 
     training: Training
     step: Callable[[], object]
     program: Program
-    turns: list[Turn] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
+    timed_s: list[float] = field(default_factory=list)
+    nodes_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @classmethod
     def of(cls, training: Training, device: torch.device, figures: Hardware) -> Run:
@@ -155,14 +149,17 @@ class Run:
         return cls(training, lambda: compiled(tokens), function.programs[-1])
 
     def turn(self, times: int, communicator: Communicator, device: torch.device) -> None:
-        """Run steps as they are, and as many with their nodes timed."""
-        steps_s = self._steps(times, communicator, device)
-        timed_s: list[float] = []
-        nodes_s: dict[str, list[float]] = defaultdict(list)
+        """Run steps as they are, and as many with their nodes timed.
+
+        But of each kind one comes first that does not count: others have had its memory.
+        """
+        self.steps_s += self._steps(times + 1, communicator, device)[1:]
         if self.training.lowering == "eager":
+            nodes_s: dict[str, list[float]] = defaultdict(list)
             with self._timed(nodes_s, device):
-                timed_s = self._steps(times, communicator, device)
-        self.turns.append(Turn(steps_s, timed_s, nodes_s))
+                self.timed_s += self._steps(times + 1, communicator, device)[1:]
+            for name, seconds in nodes_s.items():
+                self.nodes_s[name] += seconds[1:]
 
     def _steps(self, times: int, communicator: Communicator, device: torch.device) -> list[float]:
         seconds = []
@@ -214,10 +211,10 @@ def finish(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A training's medians: of a step, of each node by its name, and of what is beside nodes.
+    """What a training took: its steps, each node by its name, and what is beside nodes.
 
-    Of the half of the turns in which steps were fastest, and the average rank; but a wait is that
-    of the rank that came to it last, which waits for the transfer alone.
+    All are averages of the faster half of the steps, so that nodes add up, and of ranks.  But a
+    wait is that of the rank that came to it last, which waits for the transfer alone.
     """
 
     run: Run
@@ -245,8 +242,8 @@ class Calibrator:
     def turn(self) -> None:
         """Run some steps of each training."""
         for run in self.runs:
-            once_s = statistics.median(run.turns[-1].steps_s) if run.turns else SHORTEST_TURN_S / 2
-            times = _agreed(max(1, math.ceil(SHORTEST_TURN_S / once_s)))
+            once_s = run.steps_s[-1] if run.steps_s else SHORTEST_TURN_S / 2
+            times = _agreed(max(2, math.ceil(SHORTEST_TURN_S / once_s)))
             run.turn(times, self.communicator, self.device)
 
     def calibrated(self) -> Hardware:
@@ -287,27 +284,27 @@ def _of_all_ranks(numbers: Sequence[float]) -> list[list[float]]:
 
 def _measured(run: Run) -> Measured:
     """Put together what the ranks have measured of one training."""
-    of_turns = _of_all_ranks([statistics.median(turn.steps_s) for turn in run.turns])
-    order = sorted(range(len(of_turns)), key=lambda at: statistics.fmean(of_turns[at]))
-    quiet = [run.turns[at] for at in order[: -(-len(order) // 2)]]
-    step_s = statistics.fmean(
-        _of_all_ranks([statistics.median(second for turn in quiet for second in turn.steps_s)])[0]
-    )
-    calls: dict[str, list[float]] = defaultdict(list)
-    beside: list[float] = []
-    for turn in quiet:
-        for name, seconds in turn.nodes_s.items():
-            calls[name] += seconds
-        for at, timed_s in enumerate(turn.timed_s):
-            beside.append(timed_s - sum(of[at] for of in turn.nodes_s.values()))
+    step_s, _ = _faster_half(run.steps_s)
+    if not run.timed_s:
+        return Measured(run, step_s, {}, 0.0)
+    _, chosen = _faster_half(run.timed_s)
     waits = {node.name for node in run.program.gm.graph.nodes if ops.is_wait(node)}
-    columns = iter(_of_all_ranks([second for of in calls.values() for second in of]))
+    columns = iter(_of_all_ranks([of[at] for of in run.nodes_s.values() for at in chosen]))
     nodes_s: dict[str, float] = {}
-    for name, of in calls.items():
+    for name in run.nodes_s:
         of_ranks: Callable[[list[float]], float] = min if name in waits else statistics.fmean
-        nodes_s[name] = statistics.median([of_ranks(next(columns)) for _ in of])
-    beside_s = statistics.median(map(statistics.fmean, _of_all_ranks(beside))) if beside else 0.0
-    return Measured(run, step_s, nodes_s, beside_s)
+        nodes_s[name] = statistics.fmean(of_ranks(next(columns)) for _ in chosen)
+    beside = [run.timed_s[at] - sum(of[at] for of in run.nodes_s.values()) for at in chosen]
+    return Measured(
+        run, step_s, nodes_s, statistics.fmean(map(statistics.fmean, _of_all_ranks(beside)))
+    )
+
+
+def _faster_half(steps_s: Sequence[float]) -> tuple[float, list[int]]:
+    """Return the average of the faster half of steps, by the average rank, and which these are."""
+    averages_s = list(map(statistics.fmean, _of_all_ranks(steps_s)))
+    chosen = sorted(range(len(averages_s)), key=averages_s.__getitem__)[: -(-len(averages_s) // 2)]
+    return statistics.fmean(averages_s[at] for at in chosen), chosen
 
 
 def _calibration(found: Sequence[Measured], ranks: int) -> Calibration:
