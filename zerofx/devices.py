@@ -52,7 +52,7 @@ class Device:
         """Return the figures that plans are made with, for ranks along these axes.
 
         On two axes each has a link of its own: the fast one inside a machine if the inner axis has
-        at most eight ranks, the network between machines.
+        at most eight ranks, the network between machines.  A ring of all ranks has one too.
         """
         of, peak = self.efficiency, self.peak_flops_per_s
         float32 = peak["tf32" if has_tf32 and "tf32" in peak else "float32"]
@@ -68,7 +68,9 @@ class Device:
         if len(axes) == 1:
             return Hardware(**asdict(self._link(ranks, ranks)), **figures)
         (outer, nodes), _ = axes
-        return with_links({outer: self._link(nodes, 1), inner: self._link(ranks, ranks)}, **figures)
+        links = {outer: self._link(nodes, 1), inner: self._link(ranks, ranks)}
+        together = self._link(nodes * ranks, ranks)
+        return with_links({**links, f"{outer},{inner}": together}, **figures)
 
     @property
     def _standing(self) -> str:

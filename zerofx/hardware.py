@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from zerofx.calibration import Calibration, calibration_of
+
 LARGEST_BUCKET_BYTES = 64 * 2**20
 """Two gathered buckets of this size are a small part of any memory that trains such layers."""
 
@@ -58,13 +60,16 @@ class Hardware(Link):
     """Figures of a group's slowest rank and link.
 
     The fields of ``Link`` are those of all ranks together.  On a mesh ``links`` may have those of
-    each axis, by its name; those of all ranks are then the slowest of them at each thing.
+    each axis, by its name, and of several at once, by their names with commas; those of all ranks
+    are then the slowest of them at each thing.
     ``copy_bytes_per_s`` is what goes between device and host in one direction,
     ``host_bytes_per_s`` what the host's memory carries, ``file_bytes_per_s`` what a rank's files
     do: nobody measures these three, they are of PCIe 4, of a few memory channels and of one NVMe
     disk.  ``flops_per_s`` is that of matrices, ``float32_flops_per_s`` of those in float32, if they
     are slower than others.  ``spread`` is the factor within which four of five times of a lane are
-    taken to lie, above or below.  Units: seconds, bytes, floating point operations.
+    taken to lie, above or below.  A ``calibration`` says what each operator and collective takes,
+    in place of the figures that programs are made with.  Units: seconds, bytes, floating point
+    operations.
     """
 
     flops_per_s: float = 1e14
@@ -76,12 +81,17 @@ class Hardware(Link):
     float32_flops_per_s: float | None = None
     links: Mapping[str, Link] = field(default_factory=dict, hash=False)
     spread: float = 2.0
+    calibration: Calibration | None = field(default=None, hash=False)
 
     def flops_per_s_in(self, dtype: torch.dtype) -> float:
         """The arithmetic of matrices of a dtype in a second."""
         if self.float32_flops_per_s is None or dtype.itemsize < torch.float32.itemsize:
             return self.flops_per_s
         return self.float32_flops_per_s
+
+    def times_of(self, lowering: str) -> float:
+        """Return what steps took of what their operators add up to, where that is measured."""
+        return 1.0 if self.calibration is None else self.calibration.times.get(lowering, 1.0)
 
     def along(self, axis: str) -> Link:
         """The link between the ranks along an axis; along several, or all, the slowest of theirs.
@@ -90,14 +100,23 @@ class Hardware(Link):
         """
         if not self.links:
             return self
+        if axis in self.links:
+            return self.links[axis]
         named = [self.links[name] for name in axis.split(",") if name in self.links]
         return slowest_link(named or self.links.values())
 
     def on_one_axis(self, axes: Iterable[str]) -> Hardware:
         """Return the same for ranks that are not told apart by axes: those along ``axes``."""
-        link = asdict(slowest_link([self.links[axis] for axis in axes] or self.links.values()))
+        axes = list(axes)
+        together = self.links.get(",".join(axes))
+        of_axes = [self.links[axis] for axis in axes] or self.links.values()
+        link = asdict(together or slowest_link(of_axes))
         values = {name: getattr(self, name) for name in _OF_RANKS}
-        return Hardware(**link, **values, source=self.source, spread=self.spread)
+        return Hardware(**link, **values, **self._known_beside)
+
+    @property
+    def _known_beside(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _BESIDE}
 
     @property
     def of_ranks(self) -> str:
@@ -111,7 +130,7 @@ class Hardware(Link):
         """The text that the option ``hardware`` takes."""
         if not self.links:
             return f"{super().__str__()} {self.of_ranks}"
-        figures = {axis: asdict(link) for axis, link in self.links.items()}
+        figures = {axis: asdict(link) for axis, link in self.links.items() if "," not in axis}
         values = {f"{axis}.{n}": value for axis, of in figures.items() for n, value in of.items()}
         return f"{_text(values)} {self.of_ranks}"
 
@@ -120,10 +139,13 @@ def _text(figures: Mapping[str, float]) -> str:
     return " ".join(f"{name}={value:g}" for name, value in figures.items())
 
 
+_BESIDE = ("source", "spread", "calibration")
+"""The names of what is known of figures, and no figure that plans are made with."""
+
 _OF_RANKS = tuple(
     name
     for each in fields(Hardware)
-    if (name := each.name) not in (*LINK_FIGURES, "links", "source", "spread")
+    if (name := each.name) not in (*LINK_FIGURES, "links", *_BESIDE)
 )
 """The names of figures that are of ranks, and the same whichever axis they communicate along."""
 
@@ -165,14 +187,17 @@ NOMINAL = Hardware(latency_s=1e-4, bytes_per_s=2.5e10, source="assumed")
 def of(figures: str | Mapping[str, object]) -> Hardware:
     """Figures by name, or ``latency_s=3e-4 bytes_per_s=1e9 overlaps=0``; commas are as good.
 
-    Or the path of a JSON file with these names, as ``benchmarks/first_contact.py`` writes it.
+    Or the path of a JSON file with these names, as ``python -m zerofx calibrate`` writes it, and
+    ``benchmarks/first_contact.py``.
     ``latency_s`` and ``bytes_per_s`` must be among them.  If they are not the same along all axes
     of a mesh, each axis has its own: ``node.latency_s=1e-3``, or a mapping by the axis's name.
 
     Raises: ValueError for a name that is unknown or missing, and for what is no positive number;
     ``overlaps`` is 0 or 1, and a latency may be 0.
     """
-    common, axes = _by_axis(_items(figures) if isinstance(figures, str) else figures)
+    given = _items(figures) if isinstance(figures, str) else dict(figures)
+    beside = _beside(given)
+    common, axes = _by_axis(given)
     values = {name: value for name, value in common.items() if value is not None or name in _NEVER}
     _check_known(values, (*LINK_FIGURES, *_OF_RANKS))
     link = _link(values, "") if not axes else None
@@ -180,7 +205,7 @@ def of(figures: str | Mapping[str, object]) -> Hardware:
         name: _number(name, values[name]) for name in values if name in _OF_RANKS
     }
     if link is not None:
-        return Hardware(**asdict(link), **of_ranks)
+        return Hardware(**asdict(link), **of_ranks, **beside)
     for name in NEEDED:
         if name in values:
             raise ValueError(
@@ -188,7 +213,21 @@ def of(figures: str | Mapping[str, object]) -> Hardware:
             )
     shared = {name: values[name] for name in values if name == "overlaps"}
     links = {axis: _link({**shared, **given}, f"{axis}.") for axis, given in axes.items()}
-    return with_links(links, **of_ranks)
+    return with_links(links, **of_ranks, **beside)
+
+
+def _beside(given: dict[str, object]) -> dict[str, Any]:
+    """Take out of a file's figures what a calibration has written beside them."""
+    found: dict[str, Any] = {}
+    if "calibration" in given:
+        found["calibration"] = calibration_of(given.pop("calibration"))
+    if "source" in given:
+        found["source"] = str(given.pop("source"))
+    if "spread" in given:
+        found["spread"] = _number("spread", given.pop("spread"))
+        if found["spread"] < 1:
+            raise ValueError(f"spread is a factor of 1 or more, not {found['spread']:g}")
+    return found
 
 
 _NEVER = tuple(each.name for each in fields(Hardware) if each.default is not None)

@@ -22,7 +22,17 @@ LINKED = ("passes", "codegen")
 
 # What passes and kernels may know.  None of it may know more than that itself, or the runtime
 # would come in by the back door.
-SEEN_BY_PASSES = ("ir", "cost", "hardware", "worker", "accelerator", "options", "errors", "compat")
+SEEN_BY_PASSES = (
+    "ir",
+    "cost",
+    "hardware",
+    "calibration",
+    "worker",
+    "accelerator",
+    "options",
+    "errors",
+    "compat",
+)
 
 # The runner alone verifies; it is given what dumps.
 RUNNER = ROOT / "passes" / "manager.py"

@@ -102,7 +102,9 @@ def test_figures_that_are_given_come_before_the_devices():
 def test_the_network_is_slower_than_the_link_inside_a_machine():
     for device in DEVICES.values():
         two = device.hardware((("node", 4), ("gpu", 8)))
-        assert two.links["node"].bytes_per_s < two.links["gpu"].bytes_per_s
+        node, gpu = (two.along(axis).bytes_per_s for axis in ("node", "gpu"))
+        assert node < two.along("node,gpu").bytes_per_s <= gpu
+        assert two.on_one_axis(["node", "gpu"]).bytes_per_s == two.along("node,gpu").bytes_per_s
         alone = device.hardware((("data", 8),))
         assert two.links["gpu"].bytes_per_s == alone.bytes_per_s
         assert device.hardware((("data", 64),)).latency_s > two.links["gpu"].latency_s

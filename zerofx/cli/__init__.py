@@ -7,7 +7,15 @@ the user should be told.
 
 from __future__ import annotations
 
-from zerofx.cli import bisect, diff, explain, plan, run, timeline
+from zerofx.cli import bisect, calibrate, diff, explain, plan, run, timeline
 
-COMMANDS = (run.add_to, diff.add_to, timeline.add_to, explain.add_to, bisect.add_to, plan.add_to)
+COMMANDS = (
+    run.add_to,
+    diff.add_to,
+    timeline.add_to,
+    explain.add_to,
+    bisect.add_to,
+    plan.add_to,
+    calibrate.add_to,
+)
 """Each command's ``add_to``, in the order in which help lists them."""

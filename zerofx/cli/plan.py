@@ -133,10 +133,13 @@ def _plan(
 ) -> Mapping[str, Any]:
     """Plan a call for ranks along these axes; without one, run the script as the first of them."""
     try:
-        figures = hardware.of(chosen.hardware) if chosen.hardware else None
         device = device_named(chosen.device) if chosen.device else None
     except ValueError as error:
         raise CommandError(str(error)) from None
+    try:
+        figures = hardware.of(chosen.hardware) if chosen.hardware else None
+    except ValueError as error:
+        raise CommandError(f"--hardware {chosen.hardware}: {error}") from None
     if call is None:
         ranks = math.prod(size for _, size in axes)
         call = call_of(chosen.script, chosen.arguments, ranks, ranks_of_node(axes), device)

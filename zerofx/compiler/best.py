@@ -81,7 +81,7 @@ class Form:
 
     @property
     def step_s(self) -> float:
-        return self.forecast.timeline.step_s
+        return self.forecast.expected_s
 
     def is_better_than(self, other: Form) -> bool:
         """Return whether it is faster, or as fast with less to send."""
@@ -228,6 +228,7 @@ class Search:
         figures = self.ranks.figures_for(self.given)
         nodes = [node for node in self.step.gm.graph.nodes if flops(node)]
         compute_s = sum(seconds(node, figures, self.step.table) for node in nodes)
+        compute_s *= figures.times_of(self.given.lowering)
         self.left += len(self._stages())  # each of them is tried
         best: Form | None = None
         for stage, outer in self._stages():

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch import fx
+
 from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import bytes_kept, context_of
 from zerofx.compiler.rewrite import Rewritten, rewritten
-from zerofx.cost.timeline import Timeline, predict
+from zerofx.cost.timeline import StepTime, Timeline, Work, predict, step_time, works_of
 from zerofx.cost.traffic import wire_bytes
 from zerofx.hardware import Hardware
 from zerofx.ir.mesh import Mesh
@@ -88,15 +90,29 @@ class Forecast:
         return {axis: sent.total for axis, sent in along.items()}
 
     @cached_property
+    def _works(self) -> Mapping[fx.Node, Work]:
+        ctx = self.rewritten.ctx
+        return works_of(self.rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size)
+
+    @cached_property
     def timeline(self) -> Timeline:
         """The step's predicted seconds by the figures that it was planned with."""
         ctx = self.rewritten.ctx
-        return predict(self.rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size)
+        of = self.rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size
+        return predict(*of, works=self._works)
+
+    @cached_property
+    def step_time(self) -> StepTime:
+        """The seconds of a step, with an interval of what is unknown of its figures."""
+        ctx = self.rewritten.ctx
+        of = self.rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size
+        return step_time(*of, works=self._works, times=ctx.figures.times_of(ctx.options.lowering))
 
     @property
-    def seconds(self) -> tuple[float, float]:
-        """The seconds that no schedule beats, and those of one that hides nothing."""
-        return self.timeline.bound_s, self.timeline.compute_s + self.timeline.transfer_s
+    def expected_s(self) -> float:
+        """The seconds of a step as ``step_time`` has them, without the interval."""
+        ctx = self.rewritten.ctx
+        return ctx.figures.times_of(ctx.options.lowering) * self.timeline.step_s
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -106,7 +122,10 @@ class Forecast:
             "peak": dict(self.peak),
             "on_host": self.on_host,
             "sends": dict(self.sent),
-            "step_s": list(self.seconds),
+            "step_s": [self.step_time.low_s, self.step_time.high_s],
+            "expected_s": self.step_time.expected_s,
+            "confidence": self.step_time.confidence,
+            "bound_s": self.timeline.bound_s,
             "waits_s": self.timeline.exposed_s,
             "limited_by": self.timeline.busiest,
         }

@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from zerofx import compat
+from zerofx.calibration import OTHERS, Calibration
 from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, done_with, mutated_inputs
@@ -175,25 +176,70 @@ def seconds(node: fx.Node, figures: Hardware, table: ParameterTable) -> float:
     Nothing for views and for communication, which is the link's.  Operators count one by one,
     though a compiler may fuse them.  Ranks must predict alike, and their shards have different
     lengths: an update counts as one of an equal share, other arithmetic on shards as nothing.
+    By a calibration it is what such a call took, of views too.
     Source: Williams et al. 2009, "Roofline".
     """
+    if figures.calibration is not None:
+        return calibrated_s(node, figures, figures.calibration, table)
     if node.op != "call_function" or _is_of_shards(node):
         return 0.0
+    if not ops.is_ours(node.target) and is_view(node):
+        return 0.0
+    nbytes, count = work(node, table)
+    return max(_flops_s(node, count, figures), nbytes / figures.memory_bytes_per_s)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether a node makes nothing but a view."""
+    return bool(aliased_inputs(node)) and not mutated_inputs(node)
+
+
+def work(node: fx.Node, table: ParameterTable) -> tuple[float, int]:
+    """Return the bytes that a node reads and writes on the device, and its operations."""
     if ops.is_ours(node.target):
         rules = ops.rules(node)
-        memory_s = rules.memory_bytes(node, table) / figures.memory_bytes_per_s
-        return max(_flops_s(node, rules.flops(node), figures), memory_s)
-    if aliased_inputs(node) and not mutated_inputs(node):
+        return rules.memory_bytes(node, table), rules.flops(node)
+    return sum(map(hinted_bytes, (*node.all_input_nodes, node))), flops(node)
+
+
+def name_of(node: fx.Node) -> str:
+    """Return the name of a node's operator, as calibrations have it: ``aten.mm``.
+
+    In a narrow dtype it is another one: ``aten.mm bfloat16``.
+    """
+    packet = getattr(node.target, "overloadpacket", None)
+    name = str(packet) if packet is not None else getattr(node.target, "__name__", "call")
+    dtype = _dtype_of(node)
+    is_narrow = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+    return f"{name} {str(dtype).removeprefix('torch.')}" if is_narrow else name
+
+
+def calibrated_s(
+    node: fx.Node, figures: Hardware, calibration: Calibration, table: ParameterTable
+) -> float:
+    """Return what a call like a node's has taken.
+
+    Of one that has not been measured: what others take for as many bytes, or its arithmetic.
+    """
+    if node.op != "call_function":
         return 0.0
-    nbytes = sum(map(hinted_bytes, (*node.all_input_nodes, node)))
-    return max(_flops_s(node, flops(node), figures), nbytes / figures.memory_bytes_per_s)
+    cost, others = calibration.of(name_of(node)), calibration.operators[OTHERS]
+    if _is_of_shards(node) or (is_view(node) and not ops.is_ours(node.target)):
+        return (cost or others).call_s
+    nbytes, count = work(node, table)
+    if cost is None:
+        return max(others.seconds(nbytes), others.call_s + _flops_s(node, count, figures))
+    return cost.seconds(nbytes, count)
 
 
 def _flops_s(node: fx.Node, count: int, figures: Hardware) -> float:
+    return count / figures.flops_per_s_in(_dtype_of(node))
+
+
+def _dtype_of(node: fx.Node) -> torch.dtype:
     made = node.meta.get("val")
     first = made[0] if isinstance(made, (tuple, list)) and made else made
-    dtype = first.dtype if isinstance(first, torch.Tensor) else torch.float32
-    return count / figures.flops_per_s_in(dtype)
+    return first.dtype if isinstance(first, torch.Tensor) else torch.float32
 
 
 def owned_bytes(node: fx.Node, world_size: int, table: ParameterTable | None = None) -> int:

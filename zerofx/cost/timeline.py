@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import fx
 
-from zerofx.cost.program import owned_bytes, seconds
+from zerofx.calibration import CONFIDENCE
+from zerofx.cost.program import name_of, owned_bytes, seconds
 from zerofx.hardware import Hardware, Link
 from zerofx.ir import ops
 from zerofx.ir.interface import recorded
@@ -102,6 +104,26 @@ class Work:
     def lane(self) -> str:
         return self.lanes[0]
 
+    def slower(self, times: Mapping[str, float]) -> Work:
+        """Return the same, so many times as long on some lanes; on two, the slower one counts."""
+        factor = max(times.get(lane, 1.0) for lane in self.lanes)
+        return self if factor == 1.0 else Work(self.lanes, factor * self.seconds)
+
+
+NOTHING: Mapping[str, float] = {}
+
+
+def works_of(
+    graph: fx.Graph, figures: Hardware, table: ParameterTable, world_size: int
+) -> dict[fx.Node, Work]:
+    """Return the work of each of a program's nodes, in their order."""
+    return {node: work_of(node, figures, table, world_size) for node in graph.nodes}
+
+
+def call_s(figures: Hardware, table: ParameterTable) -> float:
+    """Return what a step takes beside its program, where that has been measured."""
+    return figures.calibration.step.seconds(len(table)) if figures.calibration else 0.0
+
 
 def work_of(node: fx.Node, figures: Hardware, table: ParameterTable, world_size: int) -> Work:
     """Return one node's work by these figures; a wait's work is its start's."""
@@ -119,7 +141,15 @@ def work_of(node: fx.Node, figures: Hardware, table: ParameterTable, world_size:
     return Work((lane,), ops.rules(node).carries(node, table) / speed[lane])
 
 
-def predict(graph: fx.Graph, figures: Hardware, table: ParameterTable, world_size: int) -> Timeline:
+def predict(
+    graph: fx.Graph,
+    figures: Hardware,
+    table: ParameterTable,
+    world_size: int,
+    *,
+    works: Mapping[fx.Node, Work] | None = None,
+    times: Mapping[str, float] = NOTHING,
+) -> Timeline:
     """Run the program on clocks: a collective waits for the link, a ``wait`` for it.
 
     The link carries one collective at a time, in the order of starts.  Without overlap it begins
@@ -127,13 +157,17 @@ def predict(graph: fx.Graph, figures: Hardware, table: ParameterTable, world_siz
     gloo's threads, and both carry something at once; a collective between all ranks takes both.
     Copies to and from the host have a lane of their own each way, and so have updates
     on the host, and reads and writes of files together: states count as if none stayed in host
-    memory from step to step.
+    memory from step to step.  ``works`` are the nodes' if they are known, and what is on a lane
+    takes so many ``times`` as long.
     """
-    compute_s = idle_s = 0.0
+    compute_s = call_s(figures, table) * times.get(COMPUTE, 1.0)
+    idle_s = 0.0
     free_s = dict.fromkeys(LANES, 0.0)
     done: dict[fx.Node, float] = {}
     transfers: dict[fx.Node, Transfer] = {}
-    works = {node: work_of(node, figures, table, world_size) for node in graph.nodes}
+    if works is None:
+        works = works_of(graph, figures, table, world_size)
+    works = {node: work.slower(times) for node, work in works.items()} if times else works
     lanes = dict.fromkeys(LANES, 0.0)
     issued_s: list[float] = []
     spans: list[Span] = []
@@ -168,6 +202,7 @@ def predict(graph: fx.Graph, figures: Hardware, table: ParameterTable, world_siz
             num_shards = ops.num_shards(graph, world_size)
             share = owned_bytes(node, num_shards, table)
             travels_s = 2 * _link(node, figures).transfer_s(share, num_shards)
+            travels_s *= times.get(link_lanes(node)[0], 1.0)
             transfers[node] = Transfer(travels_s, travels_s)
             for lane in link_lanes(node):
                 lanes[lane] += travels_s
@@ -188,6 +223,46 @@ WAITING = "waiting"
 COMPUTE = "compute"
 
 LANES = (COMPUTE, LINK, OUTER_LINK, TO_HOST, TO_DEVICE, UPDATES, FILES)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds that a step is predicted to take: those expected, and an interval around them."""
+
+    low_s: float
+    expected_s: float
+    high_s: float
+    confidence: float = CONFIDENCE
+
+
+def step_time(
+    graph: fx.Graph,
+    figures: Hardware,
+    table: ParameterTable,
+    world_size: int,
+    *,
+    works: Mapping[fx.Node, Work] | None = None,
+    times: float = 1.0,
+) -> StepTime:
+    """Return a step's time with an interval: each lane may be wrong by the figures' ``spread``.
+
+    The lanes' errors are taken to be independent: of the schedule, run once with each lane slower
+    and once with it faster, the differences add up as squares.  All of it takes so many ``times``
+    as long.
+    """
+    if works is None:
+        works = works_of(graph, figures, table, world_size)
+
+    def seconds(times: Mapping[str, float] = NOTHING) -> float:
+        return predict(graph, figures, table, world_size, works=works, times=times).step_s
+
+    expected_s = seconds()
+    used = [lane for lane in LANES if any(lane in w.lanes and w.seconds for w in works.values())]
+    above = [seconds({lane: figures.spread}) - expected_s for lane in used]
+    below = [expected_s - seconds({lane: 1 / figures.spread}) for lane in used]
+    low_s = expected_s - math.hypot(*below)
+    high_s = expected_s + math.hypot(*above)
+    return StepTime(times * low_s, times * expected_s, times * high_s)
 
 
 def least_s(works: Mapping[fx.Node, Work]) -> float:
@@ -216,7 +291,11 @@ def least_s(works: Mapping[fx.Node, Work]) -> float:
 def transfer_s(start: fx.Node, figures: Hardware, world_size: int) -> float:
     """Return the time that a collective travels, by the buffer that its ranks make of it."""
     nbytes = ops.rules(start).rounds(start) * ops.rules(start).sends(start)
-    return _link(start, figures).transfer_s(nbytes, ops.num_ranks(start, world_size))
+    ranks = ops.num_ranks(start, world_size)
+    cost = figures.calibration and figures.calibration.collectives.get(name_of(start))
+    if cost and ranks > 1:
+        return cost.seconds(nbytes * (ranks - 1) / ranks)
+    return _link(start, figures).transfer_s(nbytes, ranks)
 
 
 def link_lanes(node: fx.Node) -> tuple[str, ...]:

@@ -94,13 +94,13 @@ def _step(of: Facts, limit: int | None) -> list[str]:
         for axis, nbytes in sends.items()
         if nbytes or len(sends) == 1
     ]
-    least, most = of["step_s"]
+    low_s, high_s = of["step_s"]
     return [
         size_text(sum(of["keeps"].values())),
         size_text(peak) + fits,
         size_text(of["on_host"]),
         ", ".join(sent),
-        f"{duration(least)} to {duration(most)}",
+        f"{duration(of['expected_s'])} ({duration(low_s)} to {duration(high_s)})",
         duration(of["waits_s"]),
         of["limited_by"],
     ]
