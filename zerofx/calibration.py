@@ -25,21 +25,26 @@ class Cost:
         return self.call_s + nbytes * self.byte_s + flops * self.flop_s
 
 
+AS_ADDED_UP = Cost(flop_s=1.0)
+"""What whole steps take where nobody has measured any: the seconds that they add up to."""
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Costs that some ranks have measured, of steps that run operator by operator.
 
     ``operators`` are by name, as ``aten.mm`` or ``aten.mm bfloat16``, and under ``OTHERS`` all
     that do no arithmetic of matrices;
-    ``collectives`` by kind, as ``all_gather_start``, of the bytes that each rank sends.  ``step``
-    is what a call takes beside its operators, by parameters in place of bytes.  ``times`` is what
-    whole steps took of what all this adds up to, by lowering.
+    ``collectives`` by kind, as ``zerofx.all_gather_start``, of the bytes that each rank sends.
+    ``step`` is what a call takes beside its operators, by parameters in place of bytes.  ``whole``
+    is what steps took, by lowering: by collectives, at which ranks wait for each other, in place of
+    bytes, and by the seconds that all this adds up to in place of operations.
     """
 
     operators: Mapping[str, Cost]
     collectives: Mapping[str, Cost] = field(default_factory=dict)
     step: Cost = field(default_factory=Cost)
-    times: Mapping[str, float] = field(default_factory=dict)
+    whole: Mapping[str, Cost] = field(default_factory=dict)
     ranks: int = 1
 
     def of(self, name: str) -> Cost | None:
@@ -65,14 +70,12 @@ def calibration_of(values: Any) -> Calibration:
             "them; measure again"
         )
     read: dict[str, Any] = {}
-    for name in ("operators", "collectives"):
+    for name in ("operators", "collectives", "whole"):
         costs = _mapping(name, values.get(name, {}))
         read[name] = {key: _cost(f"{name}.{key}", value) for key, value in costs.items()}
     if OTHERS not in read["operators"]:
         raise ValueError(f"calibration.operators has no {OTHERS!r}; measure again")
     read["step"] = _cost("step", values.get("step", {}))
-    times = _mapping("times", values.get("times", {}))
-    read["times"] = {key: _figure(f"times.{key}", value) for key, value in times.items()}
     read["ranks"] = int(_figure("ranks", values.get("ranks", 1)))
     return Calibration(**read)
 
@@ -102,15 +105,16 @@ Point = tuple[float, float, float]
 """The bytes, the operations and the seconds of a call."""
 
 
-def fitted(points: Sequence[Point]) -> Cost:
+def fitted(points: Sequence[Point], *, call: float = 1.0) -> Cost:
     """Return the cost that is nearest to measured calls: least squares of relative errors.
 
-    No part of it is negative: of all sets of parts, the best one is taken that has none.
+    With ``call=0`` no call takes anything by itself.  No part of it is negative: of all sets of
+    parts, the best one is taken that has none.
     """
     rows = torch.tensor(points, dtype=torch.float64)
     seconds = rows[:, 2:].clamp_min(1e-9)
     wanted = torch.ones(len(points), dtype=torch.float64)
-    terms = torch.cat([torch.ones_like(seconds), rows[:, :2]], 1) / seconds
+    terms = torch.cat([torch.full_like(seconds, call), rows[:, :2]], 1) / seconds
     found, least = Cost(call_s=float(seconds.min())), float("inf")
     for parts in _sets(terms):
         scale = terms[:, parts].norm(dim=0)

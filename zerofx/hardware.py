@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerofx.calibration import Calibration, calibration_of
+from zerofx.calibration import AS_ADDED_UP, Calibration, Cost, calibration_of
 
 LARGEST_BUCKET_BYTES = 64 * 2**20
 """Two gathered buckets of this size are a small part of any memory that trains such layers."""
@@ -89,9 +89,10 @@ class Hardware(Link):
             return self.flops_per_s
         return self.float32_flops_per_s
 
-    def times_of(self, lowering: str) -> float:
-        """Return what steps took of what their operators add up to, where that is measured."""
-        return 1.0 if self.calibration is None else self.calibration.times.get(lowering, 1.0)
+    def whole(self, lowering: str) -> Cost:
+        """Return what steps take, by their collectives and the seconds that they add up to."""
+        known = self.calibration.whole if self.calibration else {}
+        return known.get(lowering, AS_ADDED_UP)
 
     def along(self, axis: str) -> Link:
         """The link between the ranks along an axis; along several, or all, the slowest of theirs.

@@ -27,7 +27,7 @@ CALIBRATION = Calibration(
     },
     collectives={"zerofx.all_gather_start": Cost(call_s=2.0, byte_s=1e-3)},
     step=Cost(call_s=7.0),
-    times={"eager": 1.5},
+    whole={"eager": Cost(byte_s=1e-3, flop_s=1.5)},
     ranks=2,
 )
 FIGURES = Hardware(1e-4, 1e9, spread=1.2, calibration=CALIBRATION)
@@ -82,7 +82,8 @@ def test_a_steps_interval_lies_around_what_is_expected():
     assert wider.low_s < time.low_s and wider.high_s > time.high_s
     certain = step_time(graph, dataclasses.replace(FIGURES, spread=1.0), NONE, 2)
     assert certain.low_s == certain.high_s == certain.expected_s
-    assert step_time(graph, FIGURES, NONE, 2, times=3.0).low_s == pytest.approx(3 * time.low_s)
+    of_all = step_time(graph, FIGURES, NONE, 2, whole=Cost(byte_s=10.0, flop_s=3.0))
+    assert of_all.low_s == pytest.approx(10.0 + 3 * time.low_s), "there is one collective"
 
 
 def test_a_file_has_what_was_measured(tmp_path):
@@ -92,7 +93,8 @@ def test_a_file_has_what_was_measured(tmp_path):
     found = of(str(path))
     assert found.calibration == CALIBRATION
     assert (found.spread, found.source) == (1.2, "measured")
-    assert found.times_of("eager") == 1.5 and found.times_of("inductor") == 1.0
+    assert found.whole("eager") == Cost(byte_s=1e-3, flop_s=1.5)
+    assert found.whole("inductor") == Hardware(1e-4, 1e9).whole("eager") == Cost(flop_s=1.0)
     assert of(str(found)).calibration is None, "the text has the figures alone"
     assert hash(found) == hash(of(str(path)))
 
@@ -107,7 +109,7 @@ def test_a_file_has_what_was_measured(tmp_path):
         ({"calibration": {"operators": {OTHERS: {"second": 1}}}}, "holds byte_s, call_s, flop_s"),
         ({"calibration": {"operators": {OTHERS: {"call_s": -1}}}}, "call_s is 0 or more, not -1"),
         ({"calibration": {"operators": {OTHERS: {"call_s": "1"}}}}, "call_s is a number, not '1'"),
-        ({"calibration": {"operators": {OTHERS: {}}, "times": {"eager": None}}}, "times.eager is"),
+        ({"calibration": {"operators": {OTHERS: {}}, "whole": {"eager": None}}}, "whole.eager is"),
         ({"spread": 0.5}, "spread is a factor of 1 or more"),
         ({"spread": "wide"}, "spread is a positive number"),
     ],

@@ -31,7 +31,7 @@ def test_the_file_is_what_plans_read(tmp_path, monkeypatch, capsys):
     costs = figures.calibration.operators
     assert {OTHERS, "aten.mm", "aten.addmm", "aten.gelu", "zerofx.update"} <= set(costs)
     assert 1e8 < 1 / costs["aten.mm"].seconds(0, 1.0) or costs["aten.mm"].flop_s == 0
-    assert set(figures.calibration.times) == {"eager"}
+    assert set(figures.calibration.whole) == {"eager"}
 
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -106,7 +106,7 @@ class Forecast:
         """The seconds of a step, with an interval of what is unknown of its figures."""
         ctx = self.rewritten.ctx
         of = self.rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size
-        return step_time(*of, works=self._works, times=ctx.figures.times_of(ctx.options.lowering))
+        return step_time(*of, works=self._works, whole=ctx.figures.whole(ctx.options.lowering))
 
     @property
     def expected_s(self) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import fx
 
-from zerofx.calibration import CONFIDENCE
+from zerofx.calibration import AS_ADDED_UP, CONFIDENCE, Cost
 from zerofx.cost.program import name_of, owned_bytes, seconds
 from zerofx.hardware import Hardware, Link
 from zerofx.ir import ops
@@ -242,13 +242,13 @@ def step_time(
     world_size: int,
     *,
     works: Mapping[fx.Node, Work] | None = None,
-    times: float = 1.0,
+    whole: Cost = AS_ADDED_UP,
 ) -> StepTime:
     """Return a step's time with an interval: each lane may be wrong by the figures' ``spread``.
 
     The lanes' errors are taken to be independent: of the schedule, run once with each lane slower
-    and once with it faster, the differences add up as squares.  All of it takes so many ``times``
-    as long.
+    and once with it faster, the differences add up as squares.  ``whole`` is what a step takes by
+    its collectives and by these seconds.
     """
     if works is None:
         works = works_of(graph, figures, table, world_size)
@@ -260,9 +260,14 @@ def step_time(
     used = [lane for lane in LANES if any(lane in w.lanes and w.seconds for w in works.values())]
     above = [seconds({lane: figures.spread}) - expected_s for lane in used]
     below = [expected_s - seconds({lane: 1 / figures.spread}) for lane in used]
-    low_s = expected_s - math.hypot(*below)
-    high_s = expected_s + math.hypot(*above)
-    return StepTime(times * low_s, times * expected_s, times * high_s)
+    interval = expected_s - math.hypot(*below), expected_s, expected_s + math.hypot(*above)
+    num_collectives = count_collectives(works, world_size)
+    return StepTime(*(whole.seconds(num_collectives, each_s) for each_s in interval))
+
+
+def count_collectives(nodes: Iterable[fx.Node], world_size: int) -> int:
+    """Return at how many of a program's nodes ranks wait for each other."""
+    return sum(ops.is_collective(one) and ops.num_ranks(one, world_size) > 1 for one in nodes)
 
 
 def least_s(works: Mapping[fx.Node, Work]) -> float:

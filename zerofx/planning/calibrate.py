@@ -23,10 +23,10 @@ from torch import Tensor, fx, nn
 
 from zerofx.accelerator import is_accelerator
 from zerofx.backend import ZeroBackend
-from zerofx.calibration import OTHERS, Calibration, Point, fitted
+from zerofx.calibration import OTHERS, Calibration, Cost, Point, fitted
 from zerofx.compiler.program import Program
 from zerofx.cost.program import is_view, name_of, work
-from zerofx.cost.timeline import predict
+from zerofx.cost.timeline import count_collectives, predict
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir import ops
 from zerofx.runtime.comm.communication import Communicator
@@ -252,7 +252,7 @@ class Calibrator:
         title = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
         source = f"calibrated by {ranks} rank(s) of {title}, torch {torch.__version__}"
         found = [_measured(run) for run in self.runs]
-        return _with_times(replace(self.figures, source=source), found, ranks)
+        return _with_whole(replace(self.figures, source=source), found, ranks)
 
 
 def calibrate(
@@ -342,41 +342,49 @@ def _is_fixed(node: fx.Node) -> bool:
     return is_view(node) and not ops.is_ours(node.target)
 
 
-def _with_times(figures: Hardware, found: Sequence[Measured], ranks: int) -> Hardware:
+def _with_whole(figures: Hardware, found: Sequence[Measured], ranks: int) -> Hardware:
     """Add costs, what whole steps took of what these add up to, and how far that is off.
 
     How far, each training says by the costs of the others.
     """
     nodes = [one for one in found if one.run.training.lowering == "eager"]
 
-    def of(some: Sequence[Measured]) -> Hardware:
-        return replace(figures, calibration=_calibration(some, ranks))
+    def of(some: Sequence[Measured]) -> tuple[Hardware, Cost]:
+        known = replace(figures, calibration=_calibration(some, ranks))
+        return known, _whole([_added_up(one, known, ranks) for one in some])
 
-    known = of(nodes)
-    assert known.calibration is not None
-    times = {"eager": _average([_times(one, known) for one in nodes])}
-    times |= {one.run.training.lowering: _times(one, known) for one in found if one not in nodes}
+    known, eager = of(nodes)
+    whole = {"eager": eager}
+    for one in found:
+        if one not in nodes:
+            waits, seconds, step_s = _added_up(one, known, ranks)
+            rest_s = max(step_s - eager.seconds(waits), 0.0)
+            whole[one.run.training.lowering] = replace(eager, flop_s=rest_s / seconds)
     errors = []
     for one in nodes:
-        others = [other for other in nodes if other is not one] or nodes
-        by_others = of(others)
-        expected = _average([_times(other, by_others) for other in others])
-        errors.append(math.log(_times(one, by_others) / expected))
+        by_others, cost = of([other for other in nodes if other is not one] or nodes)
+        waits, seconds, step_s = _added_up(one, by_others, ranks)
+        errors.append(math.log(step_s / cost.seconds(waits, seconds)))
     spread = math.exp(WITHIN * math.sqrt(statistics.fmean(error**2 for error in errors)))
-    calibration = replace(known.calibration, times=times)
+    assert known.calibration is not None
+    calibration = replace(known.calibration, whole=whole)
     return replace(known, calibration=calibration, spread=max(spread, LEAST_SPREAD))
 
 
-def _times(one: Measured, figures: Hardware) -> float:
-    """Return what a step took of what is predicted for it."""
+def _added_up(one: Measured, figures: Hardware, ranks: int) -> Point:
+    """Return a step's collectives, the seconds that it adds up to, and those that it took."""
     program = one.run.program
-    assert figures.calibration is not None
-    ranks = figures.calibration.ranks
-    return one.step_s / predict(program.gm.graph, figures, program.table, ranks).step_s
+    graph = program.gm.graph
+    expected_s = predict(graph, figures, program.table, ranks).step_s
+    return count_collectives(graph.nodes, ranks), expected_s, one.step_s
 
 
-def _average(ratios: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, ratios)))
+def _whole(steps: Sequence[Point]) -> Cost:
+    cost = fitted(steps, call=0.0)
+    if cost.flop_s:
+        return cost
+    ratios = [math.log(step_s / expected_s) for _, expected_s, step_s in steps]
+    return Cost(flop_s=math.exp(statistics.fmean(ratios)))
 
 
 WITHIN = 1.64
