@@ -168,7 +168,9 @@ def test_second_shards_and_errors_of_wires_are_kept():
 
 
 def test_a_limit_says_what_fits():
-    limit = 2000
+    free = planned("plain", 4, FIGURES, stages=[0, 3]).forecasts
+    limit = free["3"].device_bytes
+    assert sum(free["0"].peak.values()) < limit < free["0"].device_bytes
     made = planned("plain", 4, FIGURES, stages=[0, 3], memory_limit=limit)
     words = {
         line.split()[0]: line
@@ -176,8 +178,9 @@ def test_a_limit_says_what_fits():
         if ", fits" in line or ", too" in line
     }
     assert {stage: "fits" in words[stage] for stage in words} == {
-        stage: sum(one.peak.values()) <= limit for stage, one in made.forecasts.items()
+        stage: one.device_bytes <= limit for stage, one in made.forecasts.items()
     }
+    assert "communication (measured)" in str(made)
     assert "fits" in words["3"] and "too much" in words["0"]
 
 

@@ -14,13 +14,22 @@ import zerofx
 from tests.kit.covering import first, only
 from tests.kit.models import features
 from tests.kit.ranks import ranks_fixture  # noqa: F401
-from tests.kit.trainings import assert_same, built, clipped, plain, program_of, run
+from tests.kit.trainings import assert_same, clipped, plain, program_of, run
 from zerofx import backend
 from zerofx.errors import BudgetError
 from zerofx.inspecting import explain
 
 FIGURES = "latency_s=2e-5 bytes_per_s=1e9 flops_per_s=2e10 memory_bytes_per_s=1e10"
-LIMITS = (10**9, 6000, 4500, 3600, 2800, 2200)  # bytes: all, and less and less
+LIMITS = (10**9, 30_000_000, 24_000_000, 20_000_000, 16_000_000, 12_000_000, 8_000_000)
+"""Bytes: all that there is, and less and less."""
+
+
+def built():
+    """A model of 6 MiB, and its optimizer; far more than a process takes beside it."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(512, 512) for _ in range(5)]
+    model = torch.nn.Sequential(torch.nn.Linear(6, 512), *layers, torch.nn.Linear(512, 3))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +119,7 @@ def on_a_mesh(step, limits):
 
 @pytest.mark.nightly
 def test_on_a_mesh(ranks):
-    limits = (10**9, 3600)
+    limits = (10**9, 16_000_000)
     every = ranks(4).run(on_a_mesh, plain, limits)
     chosen = [check(found, limits, nearly) for found in every]
     assert chosen[0] and all(each == chosen[0] for each in chosen)
@@ -121,7 +130,7 @@ def other_rows():
     pair, rank = built(), torch.distributed.get_rank()
     batch = [part[: 2 if rank == 0 else 8] for part in features(rank, 8)]
     found = []
-    for limit in (10**9, 4500, 3600):
+    for limit in (10**9, 20_000_000, 14_000_000):
         torch._dynamo.reset()
         pair, compiled = built(), auto(plain, limit)
         try:
@@ -171,7 +180,7 @@ def test_it_says_what_it_has_chosen_and_why():
     run(compiled, pair, [0])
     table = explain(compiled)
     assert re.search(r"chosen by plan=auto +stage \d", table), table
-    assert "above its matrix products alone" in table
+    assert "its matrix products alone take" in table
 
 
 def test_without_a_limit_it_is_what_is_free():
@@ -218,7 +227,7 @@ def test_what_needs_whole_states_has_stage_0():
 
 
 @pytest.mark.slow(reason="every stage is planned twice")
-@pytest.mark.parametrize("limit", only([6000], LIMITS[:4]))
+@pytest.mark.parametrize("limit", only([24_000_000], LIMITS[:4]))
 def test_the_command_chooses_what_ranks_do(ranks, limit):
     (mine, _) = ranks(2).run(trained, plain, limit)
     made = zerofx.plan(

@@ -72,7 +72,7 @@ def words_of(options: Options) -> str:
 class Form:
     """One way to run a step: its options, and what its program would take of a rank.
 
-    ``needs`` are all of the process's bytes on the device, at the step's peak.
+    ``needs`` are all of the process's bytes on the device, with what lies outside the program.
     """
 
     options: Options
@@ -139,7 +139,7 @@ class Choice:
         needs = f"{size_text(self.form.needs)} of {size_text(self.limit)}"
         lines = [
             f"{self.form}: {milliseconds(self.form.step_s)} a step, with {needs}; "
-            f"{self.gap:.1%} above its matrix products alone, which nothing beats"
+            f"its matrix products alone take {milliseconds(self.bound_s)}"
         ]
         residency = recorded(self.form.forecast.rewritten.gm.graph).decisions.residency
         if residency is not None and residency.gap is not None:
@@ -228,7 +228,7 @@ class Search:
         figures = self.ranks.figures_for(self.given)
         nodes = [node for node in self.step.gm.graph.nodes if flops(node)]
         compute_s = sum(seconds(node, figures, self.step.table) for node in nodes)
-        compute_s *= figures.times_of(self.given.lowering)
+        compute_s = figures.whole(self.given.lowering).seconds(0, compute_s)
         self.left += len(self._stages())  # each of them is tried
         best: Form | None = None
         for stage, outer in self._stages():
@@ -362,7 +362,7 @@ class Search:
 
     def _note(self, made: Forecast) -> None:
         options = made.options
-        self.tried[options] = Form(options, made, sum(made.peak.values()))
+        self.tried[options] = Form(options, made, made.device_bytes)
 
 
 def agreed(search: Search, exchange: Callable[[Sequence[str], bytes], Sequence[bytes]]) -> Choice:

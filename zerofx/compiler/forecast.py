@@ -14,7 +14,16 @@ from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import bytes_kept, context_of
 from zerofx.compiler.rewrite import Rewritten, rewritten
-from zerofx.cost.timeline import StepTime, Timeline, Work, predict, step_time, works_of
+from zerofx.cost.outside import Row, Span, outside_bytes
+from zerofx.cost.timeline import (
+    StepTime,
+    Timeline,
+    Work,
+    count_collectives,
+    predict,
+    step_time,
+    works_of,
+)
 from zerofx.cost.traffic import wire_bytes
 from zerofx.hardware import Hardware
 from zerofx.ir.mesh import Mesh
@@ -77,6 +86,27 @@ class Forecast:
         return {kind: column[at] for kind, column in columns.items() if column[at]}
 
     @cached_property
+    def outside(self) -> Mapping[str, Row]:
+        """Bytes of the process beside its program's, by what they are for."""
+        ctx, pieces = self.rewritten.ctx, self._pieces
+        infos = tuple(ctx.table)
+        return outside_bytes(
+            [Span(of.begin, of.end, of.nbytes) for of in pieces if of.place == "device"],
+            infos[0].device.type if infos else "cpu",
+            num_communicators=sum(size > 1 for _, size in self.mesh.axes),
+            kept=sum(self.kept.values()),
+            parameters=self.kept.get("parameters", 0),
+            largest_parameter=max((info.nbytes for info in infos), default=0),
+            file_cache=max((ctx.options.offload_cache_bytes or 0) - self.on_host, 0),
+        )
+
+    @property
+    def device_bytes(self) -> int:
+        """The most bytes of the whole process on the device: the peak, and what lies outside."""
+        beside = sum(row.nbytes for row in self.outside.values() if row.place == "device")
+        return sum(self.peak.values()) + beside
+
+    @cached_property
     def on_host(self) -> int:
         """The most bytes in host memory at once."""
         columns = alive(self._pieces, self._num_nodes, "host").values()
@@ -112,7 +142,8 @@ class Forecast:
     def expected_s(self) -> float:
         """The seconds of a step as ``step_time`` has them, without the interval."""
         ctx = self.rewritten.ctx
-        return ctx.figures.times_of(ctx.options.lowering) * self.timeline.step_s
+        number = count_collectives(self._works, ctx.world_size)
+        return ctx.figures.whole(ctx.options.lowering).seconds(number, self.timeline.step_s)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -120,6 +151,8 @@ class Forecast:
         return {
             "keeps": dict(self.kept),
             "peak": dict(self.peak),
+            "outside": {name: row._asdict() for name, row in self.outside.items()},
+            "device_bytes": self.device_bytes,
             "on_host": self.on_host,
             "sends": dict(self.sent),
             "step_s": [self.step_time.low_s, self.step_time.high_s],

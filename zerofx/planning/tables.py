@@ -34,6 +34,13 @@ def text_of(plans: Sequence[Facts]) -> str:
         kinds = [kind for kind in LOWERED_BY if any(kind in peak for peak in peaks)]
         parts = [[size_text(peak.get(kind, 0)) for kind in kinds] for peak in peaks]
         lines += ["", "Of the peak:", "", _table([*names, *kinds], lead, parts)]
+        beside = [plan["stages"][stage]["outside"] for plan, stage in stages]
+        rows = list(dict.fromkeys(name for of in beside for name in of))
+        headers = [_with_source(name, beside) for name in rows]
+        parts = [
+            [size_text(of[name]["nbytes"] if name in of else 0) for name in rows] for of in beside
+        ]
+        lines += ["", "Beside the program:", "", _table([*names, *headers], lead, parts)]
     of = {plan["ranks"]: f" on {plan['ranks']} rank(s)" if many else "" for plan in plans}
     refused = [
         f"stage {stage}{of[plan['ranks']]} cannot be: {why}"
@@ -88,7 +95,7 @@ _STEP = ("keeps", "peak", "on the host", "sends", "a step", "waits", "limited by
 def _step(of: Facts, limit: int | None) -> list[str]:
     """Return the cells of one stage."""
     peak, sends = sum(of["peak"].values()), of["sends"]
-    fits = "" if limit is None else ", fits" if peak <= limit else ", too much"
+    fits = "" if limit is None else ", fits" if of["device_bytes"] <= limit else ", too much"
     sent = [
         size_text(nbytes) + (f" {axis}" if len(sends) > 1 else "")
         for axis, nbytes in sends.items()
@@ -104,6 +111,12 @@ def _step(of: Facts, limit: int | None) -> list[str]:
         duration(of["waits_s"]),
         of["limited_by"],
     ]
+
+
+def _with_source(name: str, beside: Sequence[Facts]) -> str:
+    """Return a row's name, with where it lies if that is the host, and how it is known."""
+    row = next(of[name] for of in beside if name in of)
+    return f"{name}{' on the host' if row['place'] == 'host' else ''} ({row['source']})"
 
 
 def _table(headers: Sequence[str], lead: Sequence[list], rest: Sequence[list[str]]) -> str:
