@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -125,10 +126,17 @@ def planned(path: str, num_ranks: int, lowering: str) -> Iterator[tuple[float, f
 
 
 def kendall(one: list[float], other: list[float]) -> float:
-    """Return how much of the order of one list the other has: 1 if all, -1 if the reverse."""
-    pairs = list(itertools.combinations(range(len(one)), 2))
-    agree = [(one[a] - one[b]) * (other[a] - other[b]) > 0 for a, b in pairs]
-    return 2 * sum(agree) / len(pairs) - 1
+    """Return how much of the order of one list the other has: 1 if all, -1 if the reverse.
+
+    Pairs that are equal in one of them count for neither.  Source: Kendall 1945, tau-b.
+    """
+    signs = [
+        (math.copysign(one[a] != one[b], one[a] - one[b]),
+         math.copysign(other[a] != other[b], other[a] - other[b]))
+        for a, b in itertools.combinations(range(len(one)), 2)
+    ]  # fmt: skip
+    told_apart = math.prod(sum(map(abs, of)) for of in zip(*signs, strict=True))
+    return sum(x * y for x, y in signs) / math.sqrt(told_apart)
 
 
 def percentile(values: list[float], share: float) -> float:

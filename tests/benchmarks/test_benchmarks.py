@@ -255,3 +255,10 @@ def test_the_interval_of_a_median_holds_it_and_leaves_out_stray_rounds(load):
     versus = load("versus")
     low, high = versus.interval([1.0, 1.01, 0.99] * 5 + [3.0])
     assert 0.99 <= low <= 1.0 <= high <= 1.01
+
+
+def test_orders_agree_as_far_as_pairs_do(load):
+    kendall = load("foresight").kendall
+    assert kendall([1, 2, 3], [10, 20, 30]) == 1 and kendall([1, 2, 3], [3, 2, 1]) == -1
+    assert kendall([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
+    assert kendall([1, 1, 2], [5, 5, 7]) == 1, "what is equal in both has no order"

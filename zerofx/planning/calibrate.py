@@ -252,7 +252,10 @@ class Calibrator:
         title = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
         source = f"calibrated by {ranks} rank(s) of {title}, torch {torch.__version__}"
         found = [_measured(run) for run in self.runs]
-        return _with_whole(replace(self.figures, source=source), found, ranks)
+        made = [_with_whole(replace(self.figures, source=source), found, ranks)]
+        if self.communicator.group is not None:  # ranks' shards differ, and so do their fits
+            dist.broadcast_object_list(made, group=self.communicator.group, group_src=0)
+        return made[0]
 
 
 def calibrate(
