@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerofx.compiler.choices import choose, stopped
 from zerofx.errors import StepError
@@ -35,12 +35,30 @@ class AxesOfRanks:
         return self.axes[at][1]
 
 
+class Least(NamedTuple):
+    """The stage that takes least of the device, of those that do not fit, and where one would.
+
+    ``on_ranks`` is the smallest number of ranks, doubled from the plan's, on which ``on_stage``
+    fits the limit; None if up to ``SEARCHED`` ranks none does.  Units: bytes.
+    """
+
+    stage: str
+    device_bytes: int
+    on_ranks: int | None
+    on_stage: str | None
+
+
+SEARCHED = 2**16
+"""Ranks to which a plan that fits nothing looks for some that would do."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Holds what a step takes at several stages, on ranks that need not be there.
 
     ``forecasts`` are by stage, as ``3`` or ``gpu:3,node:1``, ``refused`` the reasons why others
     cannot be.  ``memory_limit`` is what the device has for it, in bytes; None if nobody said.
+    ``least`` is what would do where none of the forecasts fits it; None if one does.
     """
 
     name: str
@@ -49,6 +67,7 @@ class Plan:
     forecasts: Mapping[str, Forecast]
     refused: Mapping[str, str]
     memory_limit: int | None = None
+    least: Least | None = None
 
     def __str__(self) -> str:
         return text_of([self.facts])
@@ -66,6 +85,7 @@ class Plan:
             "bytes": sum(info.nbytes for info in self.table),
             "figures": f"{'; '.join(sorted(used))} ({', '.join(sorted(source))})",
             "memory_limit": self.memory_limit,
+            "least": self.least and self.least._asdict(),
             "stages": {stage: one.facts for stage, one in self.forecasts.items()},
             "refused": dict(self.refused),
         }
@@ -113,9 +133,60 @@ def plan_of(
 
     By these ``figures``, or those that options have.
     """
+    chosen = _stages_of(axes) if stages is None else list(stages)
+    forecasts, refused = _forecasts(call, axes, given, chosen, figures)
+    ranks = math.prod(size for _, size in axes)
+    least = None
+    if memory_limit is not None and forecasts and not _fitting(forecasts, memory_limit):
+        stage = min(forecasts, key=lambda name: forecasts[name].device_bytes)
+        on_ranks, on_stage = _enough(call, axes, given, chosen, memory_limit, figures)
+        least = Least(stage, forecasts[stage].device_bytes, on_ranks, on_stage)
+    return Plan(call.name, call.step.table, ranks, forecasts, refused, memory_limit, least)
+
+
+def _fitting(forecasts: Mapping[str, Forecast], memory_limit: int) -> list[str]:
+    """Return the stages that fit, the one that takes least of the device first."""
+    fits = [name for name, one in forecasts.items() if one.device_bytes <= memory_limit]
+    return sorted(fits, key=lambda name: forecasts[name].device_bytes)
+
+
+def _enough(
+    call: StoppedCall,
+    axes: tuple[tuple[str, int], ...],
+    given: Mapping[str, Any],
+    stages: Sequence[int | Mapping[str, int]],
+    memory_limit: int,
+    figures: Hardware | None,
+) -> tuple[int | None, str | None]:
+    """Return on how many ranks, doubling those of the outer axis, which stage fits the limit.
+
+    It ends where more ranks no longer save a thousandth: what is left is the same on any number.
+    """
+    before = None
+    (name, size), *inner = axes
+    while (ranks := 2 * size * math.prod(of for _, of in inner)) <= SEARCHED:
+        size *= 2
+        forecasts, _ = _forecasts(call, ((name, size), *inner), given, stages, figures)
+        if fits := _fitting(forecasts, memory_limit):
+            return ranks, fits[0]
+        now = min(one.device_bytes for one in forecasts.values()) if forecasts else None
+        if now is None or (before is not None and before - now < before / 1000):
+            break
+        before = now
+    return None, None
+
+
+def _forecasts(
+    call: StoppedCall,
+    axes: tuple[tuple[str, int], ...],
+    given: Mapping[str, Any],
+    stages: Sequence[int | Mapping[str, int]],
+    figures: Hardware | None,
+) -> tuple[dict[str, Forecast], dict[str, str]]:
+    """Return the forecasts of a captured call by stage, and why others cannot be."""
     forecasts: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
-    for stage in _stages_of(axes) if stages is None else stages:
+    for stage in stages:
         name = _text(stage)
         try:
             options = _options(given, axes, stage)
@@ -125,8 +196,7 @@ def plan_of(
             forecasts[name] = forecast(call.step, options, mesh, _figures(figures, options, axes))
         except ValueError as error:  # of options that need another stage; a StepError is one too
             refused[name] = str(error)
-    ranks = math.prod(size for _, size in axes)
-    return Plan(call.name, call.step.table, ranks, forecasts, refused, memory_limit)
+    return forecasts, refused
 
 
 def axes_of(ranks: int, mesh: Axes | None) -> tuple[tuple[str, int], ...]:
