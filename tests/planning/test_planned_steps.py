@@ -184,6 +184,21 @@ def test_a_limit_says_what_fits():
     assert "fits" in words["3"] and "too much" in words["0"]
 
 
+def test_a_limit_that_nothing_fits_names_the_least_and_ranks_on_which_it_would():
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(2)))
+    given = model, torch.optim.SGD(model.parameters()), torch.ones(2, 512), torch.zeros(2, 512)
+    arguments = {"stages": [0, 3], "options": FIGURES}
+    fitting = plan(step_with(), given, ranks=8, **arguments).forecasts["3"].device_bytes
+    one = plan(step_with(), given, ranks=2, memory_limit=fitting, **arguments)
+    assert one.least == ("3", one.forecasts["3"].device_bytes, 8, "3")
+    assert one.forecasts["0"].device_bytes > one.least.device_bytes > fitting
+    assert "stage 3 takes least" in str(one) and "stage 3 fits on 8 ranks" in str(one)
+    never = plan(step_with(), given, ranks=2, memory_limit=1, **arguments)
+    assert never.least.on_ranks is None
+    assert "more ranks do not make it fit" in str(never)
+    assert plan(step_with(), given, ranks=8, memory_limit=fitting, **arguments).least is None
+
+
 def test_what_cannot_be_is_said():
     made = planned("tied_weights", 2, {**FIGURES, "memory_budget": 10}, stages=[0, 3])
     assert list(made.forecasts) == ["0"]

@@ -23,7 +23,7 @@ class Row(NamedTuple):
     """Bytes outside the program, on the ``device`` or the ``host``, and how they are known.
 
     The source is ``simulated`` (of this program's allocations), ``measured`` (here, on a machine
-    with that device), ``published`` (by the library's authors or users; not measured here) or
+    with that device), ``assumed`` (from what libraries and their users say; not measured) or
     ``computed`` (from what this rank holds, by what zerofx does).
     """
 
@@ -54,9 +54,9 @@ CHANNEL_BYTES = 4 * MIB + 8 * 512 * 8 * 16 + 640 * 120 * 8 * 8
 """NCCL's buffers of one channel, for its protocols Simple, LL and LL128 (src/include/device.h)."""
 
 NUM_CHANNELS = 16
-"""Channels of a ring over NVLink; NCCL_MAX_NCHANNELS lowers them.  Published, not measured."""
+"""Channels of a ring over NVLink; NCCL_MAX_NCHANNELS lowers them.  Assumed."""
 
-_NCCL = Figure(NUM_CHANNELS * CHANNEL_BYTES, "published", "NCCL: its buffers of 16 channels")
+_NCCL = Figure(NUM_CHANNELS * CHANNEL_BYTES, "assumed", "NCCL: its buffers of 16 channels")
 
 FIGURES = {
     "cpu": Figures(
@@ -66,8 +66,8 @@ FIGURES = {
         Figure(MIB // 4, "measured", "another group of the same ranks, 0.07 to 0.21 MiB"),
     ),
     "cuda": Figures(
-        Figure(512 * MIB, "published", "users of torch on H100: about 500 MiB with lazy loading"),
-        Figure(32 * MIB, "published", "torch's cuBLAS workspace on Hopper; elsewhere 8.1 MiB"),
+        Figure(512 * MIB, "assumed", "users of other GPUs report 200 to 1000 MiB"),
+        Figure(32 * MIB, "assumed", "torch's cuBLAS workspace on Hopper; elsewhere 8.1 MiB"),
         _NCCL,
         _NCCL,
     ),

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,13 +41,31 @@ class AxesOfRanks:
         return self.axes[at][1]
 
 
+class Least(NamedTuple):
+    """The stage that takes least of the device, of those that do not fit, and where one would.
+
+    ``on_ranks`` is the smallest number of ranks, doubled from the plan's, on which ``on_stage``
+    fits the limit; None if up to ``SEARCHED`` ranks none does.  Units: bytes.
+    """
+
+    stage: str
+    device_bytes: int
+    on_ranks: int | None
+    on_stage: str | None
+
+
+SEARCHED = 2**16
+"""Ranks to which a plan that fits nothing looks for some that would do."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Holds what a step takes at several stages, on ranks that need not be there.
 
     ``forecasts`` are by stage, as ``3`` or ``gpu:3,node:1``, ``refused`` the reasons why others
     cannot be.  ``memory_limit`` is what the device has for it, in bytes, and ``choice`` what
-    ``plan="auto"`` would choose within it, or why nothing fits; None if nobody said.
+    ``plan="auto"`` would choose within it, or why nothing fits; None if nobody said.  ``least`` is
+    about a limit that no stage fits.
     """
 
     name: str
@@ -57,6 +75,7 @@ class Plan:
     refused: Mapping[str, str]
     memory_limit: int | None = None
     choice: Choice | str | None = None
+    least: Least | None = None
 
     def __str__(self) -> str:
         return text_of([self.facts])
@@ -74,10 +93,15 @@ class Plan:
             "bytes": sum(info.nbytes for info in self.table),
             "figures": f"{'; '.join(sorted(used))} ({', '.join(sorted(source))})",
             "memory_limit": self.memory_limit,
+            "least": self.least and self.least._asdict(),
             "stages": {stage: one.facts for stage, one in self.forecasts.items()},
             "refused": dict(self.refused),
             "choice": self.choice.facts if isinstance(self.choice, Choice) else self.choice,
         }
+
+
+_Source = tuple[Hardware | None, Device | None]
+"""Figures that are given, and the device that has some of its own."""
 
 
 def plan(
@@ -134,23 +158,75 @@ def plan_of(
     """
     if memory_limit is None and device is not None:
         memory_limit = device.memory_bytes
+    source = figures, device
+    chosen = _stages_of(axes) if stages is None else list(stages)
+    forecasts, refused = _forecasts(call, axes, given, chosen, source)
+    number = math.prod(size for _, size in axes)
+    made = Plan(call.name, call.step.table, number, forecasts, refused, memory_limit)
+    if memory_limit is None:
+        return made
+    made = replace(made, choice=_choice(call, axes, given, made, memory_limit, source))
+    if forecasts and not _fitting(forecasts, memory_limit):
+        stage = min(forecasts, key=lambda name: forecasts[name].device_bytes)
+        on_ranks, on_stage = _enough(call, axes, given, chosen, memory_limit, source)
+        least = Least(stage, forecasts[stage].device_bytes, on_ranks, on_stage)
+        made = replace(made, least=least)
+    return made
+
+
+def _fitting(forecasts: Mapping[str, Forecast], memory_limit: int) -> list[str]:
+    """Return the stages that fit, the one that takes least of the device first."""
+    fits = [name for name, one in forecasts.items() if one.device_bytes <= memory_limit]
+    return sorted(fits, key=lambda name: forecasts[name].device_bytes)
+
+
+def _enough(
+    call: StoppedCall,
+    axes: tuple[tuple[str, int], ...],
+    given: Mapping[str, Any],
+    stages: Sequence[int | Mapping[str, int]],
+    memory_limit: int,
+    source: _Source,
+) -> tuple[int | None, str | None]:
+    """Return on how many ranks, doubling those of the outer axis, which stage fits the limit.
+
+    It ends where more ranks no longer save a thousandth: what is left is the same on any number.
+    """
+    before = None
+    (name, size), *inner = axes
+    while (ranks := 2 * size * math.prod(of for _, of in inner)) <= SEARCHED:
+        size *= 2
+        forecasts, _ = _forecasts(call, ((name, size), *inner), given, stages, source)
+        if fits := _fitting(forecasts, memory_limit):
+            return ranks, fits[0]
+        now = min(one.device_bytes for one in forecasts.values()) if forecasts else None
+        if now is None or (before is not None and before - now < before / 1000):
+            break
+        before = now
+    return None, None
+
+
+def _forecasts(
+    call: StoppedCall,
+    axes: tuple[tuple[str, int], ...],
+    given: Mapping[str, Any],
+    stages: Sequence[int | Mapping[str, int]],
+    source: _Source,
+) -> tuple[dict[str, Forecast], dict[str, str]]:
+    """Return the forecasts of a captured call by stage, and why others cannot be."""
     forecasts: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
-    for stage in _stages_of(axes) if stages is None else stages:
+    for stage in stages:
         name = _text(stage)
         try:
             options = _options(given, axes, stage)
             if options.stage > 0 and call.why_not_sharded:
                 raise StepError(call.why_not_sharded)
-            ranks = _ranks(axes, options, figures, device)
+            ranks = _ranks(axes, options, source)
             forecasts[name] = ranks.forecast(call.step, options)
         except ValueError as error:  # of options that need another stage; a StepError is one too
             refused[name] = str(error)
-    number = math.prod(size for _, size in axes)
-    made = Plan(call.name, call.step.table, number, forecasts, refused, memory_limit)
-    if memory_limit is None:
-        return made
-    return replace(made, choice=_choice(call, axes, given, made, memory_limit, figures, device))
+    return forecasts, refused
 
 
 def _choice(
@@ -159,8 +235,7 @@ def _choice(
     given: Mapping[str, Any],
     made: Plan,
     limit: int,
-    figures: Hardware | None,
-    device: Device | None,
+    source: _Source,
 ) -> Choice | str:
     """Return what ``plan="auto"`` chooses within a limit; in words why if it chooses nothing."""
     free = {"stage", "memory_budget", "plan"}
@@ -172,7 +247,7 @@ def _choice(
         call.step,
         options,
         named(given, environment()) - free,
-        _ranks(axes, options, figures, device),
+        _ranks(axes, options, source),
         limit,
         why_whole=call.why_not_sharded,
         made=made.forecasts.values(),
@@ -184,12 +259,8 @@ def _choice(
         return str(error)
 
 
-def _ranks(
-    axes: tuple[tuple[str, int], ...],
-    options: Options,
-    figures: Hardware | None,
-    device: Device | None,
-) -> Ranks:
+def _ranks(axes: tuple[tuple[str, int], ...], options: Options, source: _Source) -> Ranks:
+    figures, device = source
     figures = figures or options.hardware
     if figures is None and device is not None:
         has_tf32 = torch.get_float32_matmul_precision() != "highest"

@@ -48,6 +48,8 @@ def text_of(plans: Sequence[Facts]) -> str:
         for stage, why in plan["refused"].items()
     ]
     lines += ["", *refused] if refused else []
+    least = [_least(plan, of[plan["ranks"]]) for plan in plans if plan.get("least")]
+    lines += ["", *least] if least else []
     for plan in plans:
         lines += _chosen(plan, of[plan["ranks"]])
     return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
@@ -111,6 +113,19 @@ def _step(of: Facts, limit: int | None) -> list[str]:
         duration(of["waits_s"]),
         of["limited_by"],
     ]
+
+
+def _least(plan: Facts, on: str) -> str:
+    """Say what would do where nothing fits the limit."""
+    least = plan["least"]
+    if least["on_ranks"] is None:
+        more = "more ranks do not make it fit: offload, a smaller batch or a larger limit may"
+    else:
+        more = f"stage {least['on_stage']} fits on {least['on_ranks']} ranks"
+    return (
+        f"nothing{on} fits {size_text(plan['memory_limit'])}: stage {least['stage']} takes least, "
+        f"{size_text(least['device_bytes'])}; {more}"
+    )
 
 
 def _with_source(name: str, beside: Sequence[Facts]) -> str:
