@@ -115,7 +115,7 @@ class _Program:
 
         None that is worse than what is ``known`` is looked at.
         """
-        optimize, sparse = _solver()
+        optimize, sparse = solver()
         number, nested = len(self.stays), self._nested()
         saved = [stay.saves for stay in self.stays]
         cost = [-WORTH * sum(each.values()) / self.scale_s for each in saved] + [1.0]
@@ -199,7 +199,8 @@ def _rows(stays: Sequence[Stay], used: Sequence[int]) -> dict[tuple[int, ...], i
     return {row: rows[row] for row in kept}
 
 
-def _solver() -> tuple[Any, Any]:
+def solver() -> tuple[Any, Any]:
+    """Return the modules of scipy that solve programs.  Raises: StepError if they are not there."""
     try:
         from scipy import optimize, sparse
     except ImportError:

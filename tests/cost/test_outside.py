@@ -71,9 +71,7 @@ def test_rows_of_a_gpu_name_their_sources():
     assert rows["initialisation"].nbytes == 10 * MIB - 1
     assert rows["checkpoint"] == (114 * MIB, "computed", "host")
     assert rows["file cache"] == (5, "computed", "host")
-    assert {rows[name].source for name in ("context", "workspaces", "communication")} == {
-        "assumed"
-    }
+    assert {rows[name].source for name in ("context", "workspaces", "communication")} == {"assumed"}
     one = outside_bytes([], "cuda", num_communicators=1)["communication"].nbytes
     assert rows["communication"].nbytes == 2 * one
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.kit.models import features
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainings import assert_same, clipped, plain, program_of, run
 from zerofx import backend
-from zerofx.errors import BudgetError
+from zerofx.errors import BudgetError, StepError
 from zerofx.inspecting import explain
 
 FIGURES = "latency_s=2e-5 bytes_per_s=1e9 flops_per_s=2e10 memory_bytes_per_s=1e10"
@@ -212,6 +213,12 @@ def test_a_limit_needs_the_plan():
     compiled = torch.compile(plain, backend="zero", options={"memory_limit": 10})
     with pytest.raises(ValueError, match="memory_limit=10 is what plan='auto' chooses"):
         run(compiled, built(), [0])
+
+
+def test_it_needs_a_solver(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(StepError, match=r"pip install 'zerofx\[plan\]'"):
+        run(auto(plain, 10**9), built(), [0])
 
 
 def test_what_needs_whole_states_has_stage_0():

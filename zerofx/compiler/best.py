@@ -20,6 +20,7 @@ from zerofx.errors import BudgetError, StepError
 from zerofx.hardware import LARGEST_BUCKET_BYTES, SMALLEST_BUCKET_BYTES
 from zerofx.ir.interface import recorded
 from zerofx.options import Options
+from zerofx.passes.memory.exact import solver
 
 BUCKETS = (SMALLEST_BUCKET_BYTES, 8 * SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES)
 
@@ -38,7 +39,7 @@ EQUAL = 2e-3
 
 MOST_PROGRAMS = 24
 LEAST_PROGRAMS = 3
-MOST_NODES = 120_000
+MOST_NODES = 80_000
 """What is made to choose: so many programs, of so many nodes together, as those are all alike."""
 
 Key = tuple[int, int | None, int | None, tuple[str, ...], bool]
@@ -224,12 +225,13 @@ class Search:
             self._note(one)
 
     def run(self) -> Choice:
-        """Choose.  Raises: BudgetError if nothing fits."""
+        """Choose.  Raises: BudgetError if nothing fits; StepError without a solver."""
+        solver()
         figures = self.ranks.figures_for(self.given)
         nodes = [node for node in self.step.gm.graph.nodes if flops(node)]
         compute_s = sum(seconds(node, figures, self.step.table) for node in nodes)
         compute_s = figures.whole(self.given.lowering).seconds(0, compute_s)
-        self.left += len(self._stages())  # each of them is tried
+        self.left += max(len(self._stages()) - len(self.tried), 0)  # each of them is tried
         best: Form | None = None
         for stage, outer in self._stages():
             best = self._better(best, replace(self.given, stage=stage, outer_stage=outer))
