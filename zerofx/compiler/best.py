@@ -288,10 +288,12 @@ class Search:
         """
         for level in AWAY if "offload" not in self.named else ():
             found: Form | None = None
-            for targets, (stage, outer) in itertools.product(level, self._stages()):
+            for (stage, outer), targets in itertools.product(self._stages(), level):
+                if found is None and (stage, outer) != self._stages()[0]:
+                    break  # what is cut most does not fit, and the others hold more
                 if stage < 3 and "params" in targets or stage == 0 and "optimizer" in targets:
                     continue
-                self.left = max(self.left, 2)  # until something fits
+                self.left = max(self.left, 0 if found else 2)  # until something fits
                 options = replace(self.given, stage=stage, outer_stage=outer, offload=targets)
                 found = self._better(found, options)
             if found is not None:
