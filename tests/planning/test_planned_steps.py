@@ -184,6 +184,7 @@ def test_a_limit_says_what_fits():
     assert "fits" in words["3"] and "too much" in words["0"]
 
 
+@pytest.mark.slow(reason="plans for several numbers of ranks")
 def test_a_limit_that_nothing_fits_names_the_least_and_ranks_on_which_it_would():
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(2)))
     given = model, torch.optim.SGD(model.parameters()), torch.ones(2, 512), torch.zeros(2, 512)

@@ -160,6 +160,45 @@ def test_a_script_that_gets_nowhere(planned, code, words, message):
     assert status == 1 and message in err and not out
 
 
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("x = model[0].weight.sum().item()", "reads what depends on the values of the parameter"),
+        ("print(model[0].weight)", "reads what depends on the values of the parameter '0.weight'"),
+        ("x = float(model(torch.ones(2, 64)).sum())", "reads what depends on the values of"),
+        ("x = model[2].bias.detach().numpy()", "'2.bias' of shape (8,)"),
+        ("model(torch.ones(2, 64)).sum().backward()", "backward() computes gradients of"),
+        (
+            "x = torch.autograd.grad(model(torch.ones(2, 64)).sum(), list(model.parameters()))",
+            "grad() computes gradients of",
+        ),
+        (
+            "model[0].weight.grad = torch.zeros(4096, 64); optimizer.step()",
+            "AdamW.step() updates the parameter '0.weight' of shape (4096, 64)",
+        ),
+    ],
+)
+def test_a_script_that_needs_its_parameters_is_told_where(planned, line, words):
+    """It ends there, whatever it catches: the values would take the memory of the model."""
+    code = textwrap.dedent(SCRIPT).replace(
+        "\ndef step", f"\ntry:\n    {line}\nexcept Exception:\n    pass\n\ndef step"
+    )
+    status, out, err = planned(code, "--ranks", "8", "--mesh", "2x4", arguments=["64"])
+    assert status == 1 and not out
+    assert "train.py, line " in err and line in err, err
+    assert words in err and "a plan never makes parameters" in err, err
+
+
+def test_a_script_reads_what_is_computed_of_no_parameter(planned):
+    code = textwrap.dedent(SCRIPT).replace(
+        "\ndef step",
+        "\nx = torch.arange(4.0)\nassert x.sum().item() == 6 and x.tolist()[1] == 1\n"
+        "optimizer.step()\nprint(x)\n\ndef step",
+    )
+    status, out, err = planned(code, "--ranks", "8", "--mesh", "2x4", arguments=["64"])
+    assert status == 0 and "tensor([0., 1., 2., 3.])" in out, err
+
+
 def test_no_script(capsys):
     assert command_line.main(["plan", "--ranks", "2", "nowhere.py"]) == 1
     assert "nowhere.py is no file" in capsys.readouterr().err

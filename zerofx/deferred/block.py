@@ -8,10 +8,16 @@ import threading
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerofx.deferred.guards import Reads, deferred_class
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.recorder import Recorder
+from zerofx.deferred.refused import ReadsOfOthers, Refusal
 
 _open = threading.local()
 
@@ -42,15 +48,44 @@ def deferred_init(*, exact: bool = False) -> Iterator[None]:
             )
         yield
         return
+    with _block(exact, Reads()):
+        yield
+
+
+@contextlib.contextmanager
+def never_made(refuse: Refusal) -> Iterator[None]:
+    """Record as ``deferred_init`` does, and make no parameter, nor what is computed of one.
+
+    A module's parameters are meant.  ``refuse`` is told of reads of their values, and of what
+    trains them, and raises; other values can be read.
+    """
+    strict = ReadsOfOthers(refuse)
+    hooks = (
+        register_module_parameter_registration_hook(strict.on_parameter),
+        register_module_module_registration_hook(strict.on_module),
+        register_optimizer_step_pre_hook(strict.on_update),
+    )
+    LEDGER.on_read = strict.on_read
+    try:
+        with _block(exact=False, reads=strict, make_others=False):
+            yield
+    finally:
+        LEDGER.on_read = None
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _block(exact: bool, reads: Reads, make_others: bool = True) -> Iterator[None]:
     _open.exact = exact
     LEDGER.make_plain()
     done = False
     try:
         with contextlib.ExitStack() as _open.modes:
             _open.modes.enter_context(Recorder(exact))
-            _open.modes.enter_context(Reads())
+            _open.modes.enter_context(reads)
             yield
-        done = True
+        done = make_others
     finally:
         _close(make_others=done)
 
@@ -77,6 +112,7 @@ def _close(make_others: bool) -> None:
     if _open.exact is None:
         return
     _open.exact = None
+    LEDGER.on_read = None
     try:
         _leave(make_others)
     finally:

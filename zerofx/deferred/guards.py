@@ -127,7 +127,7 @@ def _refused(func: Any, tensor: Tensor, *_args: Any, **_kwargs: Any) -> Any:
 _READS: dict[str, Callable[..., Any]] = {
     "numpy": _as_array,
     "__array__": _as_array,
-    "tolist": _on_value,
+    **dict.fromkeys("tolist __repr__ __format__".split(), _on_value),
     "__deepcopy__": _copied,
     **dict.fromkeys(
         "data_ptr share_memory_ storage untyped_storage __dlpack__".split(),

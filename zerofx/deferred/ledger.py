@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Ledger:
         self._memories: dict[int, tuple[weakref.ref[torch.UntypedStorage], Memory]] = {}
         self._guarded: list[tuple[weakref.ref[Tensor], type, type]] = []
         self._plain_depth = 0
+        self.on_read: Callable[[Memory], None] | None = None  # may refuse it
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -87,6 +88,8 @@ class Ledger:
         """Return the present values of a tensor that is not there, in memory of their own."""
         memory = self.memory_of(tensor)
         assert memory is not None
+        if self.on_read is not None:
+            self.on_read(memory)
         with _at_once():
             operand, storage = Operand.of(tensor, memory), replay.zeros(memory)
             replay.replay({memory: storage})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -16,7 +18,7 @@ from zerofx.backend import CompiledFunction, Stop, zero
 from zerofx.capture.step import CapturedStep
 from zerofx.checkpoint.barrier import Saving
 from zerofx.compat.fake_ranks import init_fake_group
-from zerofx.deferred.block import add_mode, deferred_init
+from zerofx.deferred.block import add_mode, never_made
 from zerofx.devices import Device
 from zerofx.errors import CommandError
 from zerofx.options import environment
@@ -38,11 +40,16 @@ def call_of(
     not made; ``zerofx.save`` and the like do nothing.  All else that it does it does.  With a
     ``device`` torch says that the machine has such ones, and the call is as if made on one.
 
-    Raises: CommandError if it never gets there.
+    Raises: CommandError if it never gets there, or reads values of parameters, or trains, before.
     """
     if not script.is_file():
         raise CommandError(f"{script} is no file: give the training script, as to torchrun")
     found: list[StoppedCall] = []
+    refused: list[str] = []
+
+    def refuse(what: str) -> NoReturn:
+        refused.append(f"{_line_of(script)}: {what}, and a plan never makes parameters. {_MOVE}")
+        raise Refused(refused[-1])
 
     def note(function: CompiledFunction, step: CapturedStep) -> NoReturn:
         try:
@@ -57,7 +64,7 @@ def call_of(
             patches.enter_context(_as_rank_0(script, arguments, ranks, ranks_of_node, note))
             if device is not None:
                 patches.enter_context(standing_in(device))
-            patches.enter_context(deferred_init())
+            patches.enter_context(never_made(refuse))
             if device is not None:
                 add_mode(answering_for(device, ranks_of_node))
             runpy.run_path(str(script), run_name="__main__")
@@ -66,8 +73,10 @@ def call_of(
     except SystemExit as ended:
         words = f"{script} has ended with {ended.code!r} before it called a zero-compiled function."
     except BaseException:
-        if not found:  # else it is of what the script does at its end
+        if not found and not refused:  # else it is of what the script does at its end
             raise
+    if not found and refused:
+        raise CommandError(refused[0])
     if not found:
         raise CommandError(f"{words} {_NEEDED}")
     return found[0] if device is None else found[0].on_device(device.kind)
@@ -77,6 +86,27 @@ _NEEDED = (
     'A plan is of the first call of what torch.compile(step, backend="zero") returned: see that '
     "the script gets there with these arguments."
 )
+
+
+_MOVE = (
+    'Do it in the function that torch.compile(step, backend="zero") is given or behind its first '
+    "call, where a plan ends, or leave it out when it is planned."
+)
+
+
+class Refused(BaseException):
+    """Ends a script that does what a plan cannot; no ``except Exception`` holds it up."""
+
+
+def _line_of(script: Path) -> str:
+    """Return where a script is: its file's name, the line and what is written there."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == str(script):
+            line = linecache.getline(str(script), frame.f_lineno).strip()
+            return f"{script.name}, line {frame.f_lineno}, {line!r}"
+        frame = frame.f_back
+    return script.name
 
 
 @contextlib.contextmanager

@@ -161,15 +161,19 @@ def _is_average_of(gradient: fx.Node, info: ParameterInfo) -> bool:
             given = input_role(node)
             is_its = given.kind == "gradient" and given.parameter == info.index
             return is_its and not given.unreduced
-        is_its = parameter_of(node) == info.index
-        if role(node) == Role.REDUCE_GRADIENT and not ops.starts(node):
-            hops = hops_into(node)
-            if hops and _is_second_hop(hops):
-                return is_its and _averages_sums(hops[0], info)
-            return is_its and _is_mean(hops)
-        return is_its and _is_own_range(node, info) if role(node) == Role.REDUCED_GRADIENT else None
+        of = role(node)
+        is_reduced = of == Role.REDUCE_GRADIENT and not ops.starts(node)
+        if not is_reduced and of != Role.REDUCED_GRADIENT:
+            return None
+        if parameter_of(node) != info.index:
+            return False
+        if not is_reduced:
+            return _is_own_range(node, info)
+        hops = hops_into(node)
+        return _averages_sums(hops[0], info) if hops and _is_second_hop(hops) else _is_mean(hops)
 
     def computed_from(node: fx.Node) -> list[fx.Node]:
-        return node.all_input_nodes if is_average(node) is None else []
+        # The gradient is followed before what it is multiplied with: a norm is of all gradients.
+        return node.all_input_nodes[::-1] if is_average(node) is None else []
 
     return any(map(is_average, reached([gradient], computed_from)))
