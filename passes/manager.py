@@ -69,7 +69,7 @@ def run_pipeline(
             on_program("captured", gm, None)
     reports = []
     for step in pipeline:
-        reason = _why_skipped(step, ctx)
+        reason = why_skipped(step, ctx)
         if reason:
             reports.append(PassReport(step.name, {}, skipped=reason, option=step.option))
             continue
@@ -115,7 +115,8 @@ def _showing(
         raise
 
 
-def _why_skipped(step: Pass, ctx: PassContext) -> str:
+def why_skipped(step: Pass, ctx: PassContext) -> str:
+    """Return why a pass does not run with these options; empty if it does."""
     if ctx.options.stage < step.smallest_stage:
         return f"stage {ctx.options.stage} (needs {step.smallest_stage})"
     if step.offloads and step.offloads.isdisjoint(ctx.offloads):

@@ -138,10 +138,12 @@ def test_so_is_one_on_a_mesh(ranks, name, inner, outer):
 
 def test_the_peak_is_what_is_kept_and_what_a_step_allocates():
     made = planned("tied_weights", 4, FIGURES)
-    for forecast in made.forecasts.values():
+    for stage, forecast in made.forecasts.items():
         inputs = forecast.peak["inputs"]
         allocated = sum(forecast.peak.values()) - sum(forecast.kept.values()) - inputs
-        assert allocated == forecast.rewritten.peak_bytes
+        program = forecast.rewritten.peak_bytes
+        # At 1 and 2, shards are updated where whole parameters lie.
+        assert allocated <= program if stage in ("1", "2") else allocated == program
 
 
 def test_shards_and_bytes_on_the_wire_are_those_of_the_formulas():

@@ -13,7 +13,7 @@ from torch import fx
 from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import bytes_kept, context_of
-from zerofx.compiler.rewrite import Rewritten, rewritten
+from zerofx.compiler.rewrite import Rewritten, in_parameters, rewritten
 from zerofx.cost.outside import Row, Span, outside_bytes
 from zerofx.cost.timeline import (
     StepTime,
@@ -63,6 +63,7 @@ class Forecast:
             self.rewritten.gm.graph,
             ctx.table,
             ctx.world_size,
+            in_parameters(self.rewritten),
             sockets=not ctx.options.peer_memory,
             state_bytes=self.state_bytes,
         )

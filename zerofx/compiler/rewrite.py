@@ -20,10 +20,11 @@ from zerofx.codegen.rewrite.storage import Precision
 from zerofx.compiler.facts import bytes_kept
 from zerofx.cost.program import live_bytes
 from zerofx.cost.timeline import predict
+from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
 from zerofx.ir.graph import Copies, copied_module
 from zerofx.passes.base import PassContext
-from zerofx.passes.manager import Established, PassReport, run_pipeline
+from zerofx.passes.manager import Established, PassReport, run_pipeline, why_skipped
 from zerofx.passes.pipeline import PIPELINE, lowerings, rewrites
 from zerofx.replay.validate import Validator
 from zerofx.report.optimizers import describe
@@ -89,6 +90,31 @@ def rewritten(step: CapturedStep, ctx: PassContext) -> Rewritten:
     gm = copied_module(step.gm)
     reports = run_pipeline(gm, ctx, rewrites(PIPELINE), to_run=False)
     return Rewritten(gm, ctx, tuple(reports), None)
+
+
+def in_parameters(made: Rewritten) -> set[fx.Node]:
+    """Return the nodes whose results lie in whole parameters, from the second step on.
+
+    The program that runs updates a bucket there, and gathers it, where it has a ``write_back``.
+    """
+    graph = made.gm.graph
+    (step,) = (one for one in PIPELINE if one.name == "write_back")
+    if why_skipped(step, made.ctx):
+        return set()
+    lowered = copied_module(made.gm)
+    step.run(lowered, made.ctx)
+    names, written = set(), set()
+    for write in lowered.graph.find_nodes(op="call_function", target=ops.write_back):
+        written.update(write.args[2])
+        node = write.args[0]
+        while ops.is_wait(node) or ops.is_collective(node):
+            names.add(node.name)
+            node = node.args[0]
+        if node.target is ops.pack:
+            names.add(node.name)
+    shards = graph.find_nodes(op="call_function", target=ops.take_shard)
+    taken = {of for of in shards if of.args[0].op == "placeholder" and of.args[1] in written}
+    return taken | {node for node in graph.nodes if node.name in names}
 
 
 def rewrite(

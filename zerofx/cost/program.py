@@ -75,14 +75,14 @@ class Allocation(NamedTuple):
 
 
 def allocations(
-    graph: fx.Graph, world_size: int, *, sockets: bool = False
+    graph: fx.Graph, world_size: int, ignored: Collection[fx.Node] = (), *, sockets: bool = False
 ) -> tuple[list[Allocation], dict[fx.Node, set[tuple[fx.Node, int]]]]:
     """Return what ``live_bytes`` counts, one by one, and the (node, part) that a result lies in.
 
     At any position, the bytes of those allocations that are alive there add up to it.  But no
     guard is made of a symbolic size: this is for who looks at programs, and must not change them.
     """
-    memory = _Memory(world_size, sockets, hinted_tensor_bytes)
+    memory = _Memory(world_size, sockets, hinted_tensor_bytes, ignored=frozenset(ignored))
     return list(memory.of(list(graph.nodes))), memory.roots
 
 

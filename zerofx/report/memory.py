@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +62,7 @@ def pieces_of(
     graph: fx.Graph,
     table: ParameterTable,
     world_size: int,
+    ignored: Collection[fx.Node] = (),
     *,
     sockets: bool = False,
     state_bytes: Mapping[tuple[int, int], float] | None = None,
@@ -70,10 +71,10 @@ def pieces_of(
 
     ``state_bytes`` is what the optimizers keep per element, by (optimizer, parameter); states that
     are not in it are left out.  ``sockets`` counts the buffers that reductions on a CPU receive
-    into.  No guard is added on a symbolic size.
+    into.  ``ignored`` nodes allocate no result.  No guard is added on a symbolic size.
     """
     nodes = list(graph.nodes)
-    allocated = _allocated(nodes, *allocations(graph, world_size, sockets=sockets))
+    allocated = _allocated(nodes, *allocations(graph, world_size, ignored, sockets=sockets))
     states = _states(nodes, table, state_bytes or {})
     return [*_inputs(nodes), *_kept(nodes, table), *states, *allocated, *_staging(nodes)]
 
