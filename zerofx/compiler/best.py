@@ -39,7 +39,7 @@ EQUAL = 2e-3
 
 MOST_PROGRAMS = 24
 LEAST_PROGRAMS = 3
-MOST_NODES = 80_000
+MOST_NODES = 55_000
 """What is made to choose: so many programs, of so many nodes together, as those are all alike."""
 
 Key = tuple[int, int | None, int | None, tuple[str, ...], bool]
