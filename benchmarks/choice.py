@@ -3,7 +3,7 @@
     python benchmarks/choice.py --ranks 2
 
 The ranks calibrate, and compile each model's step in 24 ways: every stage with each size of
-buckets, and stage 3 with a ``memory_budget`` for half of the gathers and for all.  They
+buckets, and stage 3 with a ``memory_budget`` for some of the gathers and for all.  They
 compile it once more with ``plan="auto"`` and memory for everything.  All take turns of a few steps;
 of each the faster half counts.
 
@@ -44,7 +44,7 @@ EVERYTHING = 2**40
 
 def candidates(parameter_bytes: int) -> list[dict[str, Any]]:
     stages = [{"stage": stage} for stage in (0, 1, 2, 3)]
-    half = {"stage": 3, "memory_budget": parameter_bytes * 3 // 2}
+    half = {"stage": 3, "memory_budget": 3 * parameter_bytes}
     forms = [*stages, half, {"stage": 3, "memory_budget": EVERYTHING}]
     pairs = itertools.product(forms, BUCKETS)
     return [{**form, **({"bucket_bytes": size} if size else {})} for form, size in pairs]
