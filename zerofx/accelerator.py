@@ -6,7 +6,6 @@ Streams, events and generators are asked of the device's own module, which has t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -62,27 +61,8 @@ def kind() -> str | None:
     return None if found is None else found.type
 
 
-def available_bytes() -> int | None:
-    """Return the bytes of memory that the machine could still give; None if it does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def free_bytes(device: torch.device, ranks_of_machine: int) -> int:
-    """Return what this process may take of a device: what it has, and what is free.
-
-    Of a CPU's memory the ranks of one machine share what is free.
-    """
-    if is_accelerator(device):
-        module = module_of(device)
-        free, _ = module.mem_get_info(device)
-        return int(free + module.memory_reserved(device))
-    return (available_bytes() or 2**62) // ranks_of_machine
+def free_bytes(device: torch.device) -> int:
+    """Return what this process may take of an accelerator: what it has, and what is free."""
+    module = module_of(device)
+    free, _ = module.mem_get_info(device)
+    return int(free + module.memory_reserved(device))

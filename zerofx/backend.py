@@ -37,8 +37,8 @@ from zerofx.errors import GraphError, StepError
 from zerofx.garbage import without_collections
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
-from zerofx.ir.parameters import KeptGathered, Place
-from zerofx.options import Options, environment, named, refuse_mode
+from zerofx.ir.parameters import KeptGathered
+from zerofx.options import Options, environment, named, ranks_of_machine, refuse_mode
 from zerofx.report.folder import DumpFolder, claim, run_of_this_process
 from zerofx.runtime.comm.agreement import Agreement, AgreementError
 from zerofx.runtime.comm.communication import Communicator, default_group
@@ -104,7 +104,7 @@ class CompiledFunction:
         self.programs: list[Program] = []  # those in use, and what was dropped since the last
         self.num_programs = 0
         self.kept_gathered: dict[tuple[str, ...], KeptGathered] = {}
-        self.why_not_sharded = ""  # of a step that is captured alone, for any stage
+        self.why_not_sharded = ""  # of a step whose stage nobody has chosen yet
         self.attempt: int | None = None  # which one offload="auto" has come to
         self.choice: Choice | None = None  # what plan="auto" has come to
         self.copies = Copies(REGISTRY.host)
@@ -197,10 +197,8 @@ class CompiledFunction:
         """Return the figures to plan with: the user's, or those that the ranks measure."""
         assert self.options is not None
         given = self.options.hardware
-        if given is not None and given.links and not self.communicator.mesh.outer:
-            return given.on_one_axis(_axes_with_ranks(self.options.process_group))
         if given is not None:
-            return given
+            return self._ranks(given).figures_for(self.options)
         name = f"the first call of compiled function {self.number}"  # as all ranks count them
         try:
             return measured(self.communicator, device, name, AGREEMENT_TIMEOUT_S) or NOMINAL
@@ -221,8 +219,7 @@ class CompiledFunction:
         """
         given = self.options
         assert given is not None
-        fixed = named(self.user_options)
-        known: dict[int, Place | None] = {}
+        by_user = fixed = named(self.user_options)
         bound = {id(tensor) for tensor in step.tensors if REGISTRY.lookup(tensor) is not None}
         before = self.backend.function_of(bound)
         if before is not None and before.options is not None:
@@ -230,20 +227,18 @@ class CompiledFunction:
             taken = {
                 name: getattr(before.options, name)
                 for name in ("stage", "outer_stage", "bucket_bytes", "offload")
-                if name not in named(self.user_options)
+                if name.removeprefix("outer_") not in by_user
             }
             given = replace(given, **taken)
-            known = REGISTRY.places(step.tensors)
         limit = given.memory_limit or self._free_bytes(step)
-        axes = _axes_of(given.process_group) or Mesh.flat(self.communicator.world_size).axes
         search = Search(
             step,
             given,
             fixed,
-            Ranks(axes, self.figures),
+            self._ranks(self.figures),
             limit,
             why_whole=self.why_not_sharded,
-            known=known,
+            known=REGISTRY.places(step.tensors),
         )
         exchange = partial(self.agreement.exchange, timeout_s=AGREEMENT_TIMEOUT_S)
         self.choice = agreed(search, exchange)
@@ -254,13 +249,25 @@ class CompiledFunction:
             self.communicator = Communicator.of(self._group, self.options.stage_outside)
         return step.on(self.communicator.mesh)
 
+    def _ranks(self, figures: Hardware) -> Ranks:
+        """Return the function's ranks by all axes that they have, whichever of these count."""
+        assert self.options is not None
+        mesh: Any = self.options.process_group
+        names = getattr(mesh, "mesh_dim_names", None) or ()
+        axes = tuple((name, mesh.size(at)) for at, name in enumerate(names))
+        return Ranks(axes or Mesh.flat(self.communicator.world_size).axes, figures)
+
     def _free_bytes(self, step: CapturedStep) -> int:
         """Return what a rank's process may take of its device: the least of what is free on any."""
         devices = {tensor.device for tensor in step.tensors}
         device = max(devices, key=is_accelerator, default=torch.device("cpu"))
-        free = str(free_bytes(device, int(environment().get("LOCAL_WORLD_SIZE") or 1)))
+        if is_accelerator(device):
+            free = free_bytes(device)
+        else:
+            ranks = ranks_of_machine(self.communicator.world_size)
+            free = (REGISTRY.host.available_bytes() or 2**62) // ranks
         lines = ("plan auto within what is free",)
-        found = self.agreement.exchange(lines, free.encode(), AGREEMENT_TIMEOUT_S)
+        found = self.agreement.exchange(lines, str(free).encode(), AGREEMENT_TIMEOUT_S)
         return min(map(int, found))
 
     def _run_passes(self, step: CapturedStep) -> Callable:
@@ -338,19 +345,6 @@ class CompiledFunction:
             # Ranks that cannot read this one's memory wait for the process group's timeout.
             end_step=lambda: self.communicator.abandon(),
         )
-
-
-def _axes_of(mesh: Any) -> tuple[tuple[str, int], ...]:
-    """Return the axes of a device mesh of two that may have stages of their own; none of others."""
-    names = getattr(mesh, "mesh_dim_names", None) or ()
-    if len(names) != 2 or mesh.size(0) < 2:
-        return ()
-    return tuple((name, mesh.size(at)) for at, name in enumerate(names))
-
-
-def _axes_with_ranks(mesh: Any) -> list[str]:
-    """The axes of a device mesh with more than one rank, by name."""
-    return [axis for at, axis in enumerate(mesh.mesh_dim_names) if mesh.size(at) > 1]
 
 
 Stop = Callable[[CompiledFunction, CapturedStep], NoReturn]

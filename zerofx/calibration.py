@@ -1,4 +1,4 @@
-"""What each operator takes on a machine that has been measured, and how far that goes."""
+"""Say what each operator takes on a machine that has been measured, and how far that goes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Cost:
 
 
 AS_ADDED_UP = Cost(flop_s=1.0)
-"""What whole steps take where nobody has measured any: the seconds that they add up to."""
+"""Takes a step to last as long as its nodes add up to: nobody has measured whole ones."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zerofx import hardware
+from zerofx.errors import StepError
 from zerofx.hardware import Hardware
 
 ENVIRONMENT_PREFIX = "ZEROFX_"
@@ -565,6 +566,20 @@ def _value(name: str, spelled: str, given: Any, is_nothing: bool) -> object:
 def environment() -> Mapping[str, str]:
     """The process's environment, for what is not an option: torchrun's variables."""
     return os.environ
+
+
+def ranks_of_machine(world_size: int) -> int:
+    """Return how many ranks share this machine's memory: as torchrun says, or else all.
+
+    Raises: StepError if the environment says no number.
+    """
+    ranks = environment().get("LOCAL_WORLD_SIZE") or str(world_size)
+    if not ranks.isdecimal() or int(ranks) < 1:
+        raise StepError(
+            f"LOCAL_WORLD_SIZE is {ranks!r}, and it says how many ranks share this machine's "
+            "memory: a number from 1 on. torchrun sets it; set it so, or unset it."
+        )
+    return int(ranks)
 
 
 def turned_off(names: Iterable[str], stop_after: str | None = None) -> dict[str, str]:

@@ -29,7 +29,7 @@ from zerofx.ir.roles import Role, bucket_of, parameter_of, role
 from zerofx.ir.rules import LINK, OUTER_LINK, TO_DEVICE, TO_HOST, UPDATES
 from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import PassContext
-from zerofx.passes.memory.exact import Stay, choose
+from zerofx.passes.memory.exact import Stay, choose_stays
 
 if TYPE_CHECKING:  # which imports this module
     from zerofx.passes.zero.gathers import GatherSpan, GatherUnit
@@ -156,7 +156,7 @@ def _best(
     start = frozenset([*map(gaps.index, spared), *(len(gaps) + number for number in staying)])
     lanes = _lanes(graph, ctx, with_cuts(planned, cuts), pieces)
     used = _held(with_cuts(planned, cuts), alive, ahead)
-    chosen = choose(stays, used, budget, lanes, peak, start)
+    chosen = choose_stays(stays, used, budget, lanes, peak, start)
     left = states_of(chosen.numbers)
     states = frozenset(itertools.chain(*(each.updates for each in left)))
     nbytes = sum(each.nbytes for each in left)

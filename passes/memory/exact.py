@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from zerofx.errors import StepError
 
@@ -16,7 +16,7 @@ MOST_NODES = 1000
 MOST_TRIALS = 8
 
 WORTH = 1e-3
-"""What a second of transfers counts beside one of the lane that has most to do."""
+"""Weighs a second of any lane beside one of the lane that has most to do."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,6 @@ class Stay:
     like: object
 
 
-class _Peak(Protocol):
-    """Tells the most bytes of a program in which the stays of these numbers are."""
-
-    def __call__(self, chosen: Collection[int]) -> int: ...
-
-
 @dataclass(frozen=True)
 class Chosen:
     """The numbers of what stays, and by which share of the step a better choice might be faster.
@@ -51,18 +45,19 @@ class Chosen:
     gap: float
 
 
-def choose(
+def choose_stays(
     stays: Sequence[Stay],
     used: Sequence[int],
     room: int,
     lanes: Mapping[str, float],
-    peak: _Peak,
+    peak: Callable[[Collection[int]], int],
     known: frozenset[int],
 ) -> Chosen:
     """Choose what stays such that the lane that has most to do has least, then all lanes.
 
     ``used`` are the bytes at each position without any of it, ``lanes`` the seconds that each has
-    to do then.  A ``known`` choice, which fits, is where the solver begins, and what is returned if
+    to do then; ``peak`` tells the most bytes with the stays of some numbers.  A ``known`` choice,
+    which fits, is where the solver begins, and what is returned if
     it finds none that ``peak`` confirms: a gather that is spared lets the one behind it start
     earlier, which is not linear, and for which the program is told to leave as much room as that
     took.

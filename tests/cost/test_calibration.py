@@ -1,4 +1,4 @@
-"""What a calibration says of operators, collectives and steps, and files that are none."""
+"""A calibration predicts operators, collectives and steps; files that hold none are refused."""
 
 from __future__ import annotations
 

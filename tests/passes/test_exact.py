@@ -1,4 +1,4 @@
-"""What stays on the device by an integer program, beside trying everything."""
+"""The integer program finds what trying everything finds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from zerofx.errors import StepError
-from zerofx.passes.memory.exact import WORTH, Stay, choose
+from zerofx.passes.memory.exact import WORTH, Stay, choose_stays
 
 
 def held(stays, used, chosen):
@@ -57,7 +57,7 @@ def test_nothing_that_fits_is_better(seed):
     def peak(chosen):
         return max(held(stays, used, chosen))
 
-    found = choose(stays, used, room, lanes, peak, frozenset())
+    found = choose_stays(stays, used, room, lanes, peak, frozenset())
     every = itertools.chain.from_iterable(
         itertools.combinations(range(len(stays)), size) for size in range(len(stays) + 1)
     )
@@ -70,7 +70,9 @@ def test_nothing_that_fits_is_better(seed):
 def test_what_is_known_is_kept_where_the_solver_finds_nothing_that_fits():
     stays = [Stay(10, 0, 1, {"link": 1.0}, 1), Stay(10, 0, 1, {"link": 2.0}, 2)]
     # More than the bytes say: as if each let other gathers start earlier.
-    found = choose(stays, [0, 0], 20, {"link": 3.0}, lambda chosen: 100 * len(chosen), frozenset())
+    found = choose_stays(
+        stays, [0, 0], 20, {"link": 3.0}, lambda chosen: 100 * len(chosen), frozenset()
+    )
     assert found.numbers == frozenset()
     assert found.gap == pytest.approx(1.0)
 
@@ -78,11 +80,11 @@ def test_what_is_known_is_kept_where_the_solver_finds_nothing_that_fits():
 def test_a_peak_that_is_higher_than_the_program_says_is_given_room():
     stays = [Stay(10, 0, 1, {"link": 1.0}, number) for number in range(4)]
     peak = lambda chosen: 10 * len(chosen) + (5 if len(chosen) > 2 else 0)  # noqa: E731
-    found = choose(stays, [0, 0], 30, {"link": 4.0}, peak, frozenset())
+    found = choose_stays(stays, [0, 0], 30, {"link": 4.0}, peak, frozenset())
     assert len(found.numbers) == 2
 
 
 def test_it_asks_for_the_solver(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(StepError, match=r"pip install 'zerofx\[plan\]'"):
-        choose([Stay(1, 0, 0, {"link": 1.0}, 1)], [0], 1, {"link": 1.0}, len, frozenset())
+        choose_stays([Stay(1, 0, 0, {"link": 1.0}, 1)], [0], 1, {"link": 1.0}, len, frozenset())

@@ -131,6 +131,10 @@ def test_files_are_compared(planned, tmp_path, capsys):
     (tmp_path / "other.json").write_text("[]")
     assert command_line.main(["plan", "--compare", files[0], str(tmp_path / "other.json")]) == 1
     assert "is no plan" in capsys.readouterr().err
+    del four["stages"]["2"]["device_bytes"]
+    (tmp_path / "other.json").write_text(json.dumps(four))
+    assert command_line.main(["plan", "--compare", files[0], str(tmp_path / "other.json")]) == 1
+    assert "another version of zerofx: write it again" in capsys.readouterr().err
 
 
 def test_several_numbers_of_ranks(planned):

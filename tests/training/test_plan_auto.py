@@ -221,29 +221,58 @@ def test_it_needs_a_solver(monkeypatch):
         run(auto(plain, 10**9), built(), [0])
 
 
-def test_what_needs_whole_states_has_stage_0():
-    def reads_states(model, optimizer, x, y):
-        loss = plain(model, optimizer, x, y)
-        return loss, optimizer.state[next(model.parameters())]["exp_avg"].clone()
+def reads_states(model, optimizer, x, y):
+    loss = plain(model, optimizer, x, y)
+    return loss, optimizer.state[next(model.parameters())]["exp_avg"].clone()
 
-    model, optimizer = built()
+
+def test_what_reads_whole_states_has_stage_0():
+    pair = built()
+    plain(*pair, *features(0, 8))  # eagerly: now there are states
     compiled = auto(reads_states, 10**9)
-    run(auto(plain, 10**9, stage=0), (model, optimizer), [0])
-    compiled(model, optimizer, *features(1, 8))
+    compiled(*pair, *features(1, 8))
     assert function_of(compiled).options.stage == 0
+
+
+def test_it_is_refused_at_a_stage_that_is_given_or_taken_over():
+    pair = built()
+    plain(*pair, *features(0, 8))
+    with pytest.raises(StepError, match="exp_avg|state"):
+        auto(reads_states, 10**9, stage=3)(*pair, *features(1, 8))
+    run(auto(plain, 10**9, stage=3), pair, [1])
+    with pytest.raises(StepError, match="exp_avg|state"):
+        auto(reads_states, 10**9)(*pair, *features(2, 8))
+
+
+def planned(limit, **options):
+    """The plan of what two ranks train."""
+    given = *built(), *[part[:4] for part in features(0, 8)]
+    options = {"lowering": "eager", "hardware": FIGURES, **options}
+    return zerofx.plan(plain, given, ranks=2, options=options, memory_limit=limit)
+
+
+def test_it_is_never_predicted_slower_than_the_greedy_choice():
+    choice = planned(17_500_000).choice  # stage 3 alone fits, and has room
+    options = choice.options
+    greedy = [
+        form
+        for form in choice.tried
+        if form.options.plan is None and form.options.memory_budget == options.memory_budget
+    ]
+    assert options.memory_budget is not None and greedy
+    assert choice.form.step_s <= 1.002 * greedy[0].step_s
+    assert any("is within 0." in line for line in choice.reasons)
+
+
+def test_the_scripts_own_limit_is_the_plans():
+    assert planned(None, plan="auto", memory_limit=24_000_000).choice.limit == 24_000_000
 
 
 @pytest.mark.slow(reason="every stage is planned twice")
 @pytest.mark.parametrize("limit", only([24_000_000], LIMITS[:4]))
 def test_the_command_chooses_what_ranks_do(ranks, limit):
     (mine, _) = ranks(2).run(trained, plain, limit)
-    made = zerofx.plan(
-        plain,
-        (*built(), *[part[:4] for part in features(0, 8)]),
-        ranks=2,
-        options={"lowering": "eager", "hardware": FIGURES},
-        memory_limit=limit,
-    )
+    made = planned(limit)
     assert not isinstance(made.choice, str), made.choice
     assert made.choice.options.stage == mine[3]["stage"]
     assert made.choice.facts["needs"] == mine[3]["needs"]

@@ -176,4 +176,6 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise CommandError(f"{path} is no plan: {error}") from None
     if not isinstance(facts, dict) or "stages" not in facts:
         raise CommandError(f"{path} is no plan of one number of ranks: write it with plan --json")
+    if any({"device_bytes", "expected_s"} - set(of) for of in facts["stages"].values()):
+        raise CommandError(f"{path} is a plan of another version of zerofx: write it again")
     return facts

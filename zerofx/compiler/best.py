@@ -1,4 +1,4 @@
-"""What ``plan="auto"`` chooses: of the forms that fit a rank, the one predicted to be fastest."""
+"""Choose for ``plan="auto"``: of the forms that fit a rank, the one predicted to be fastest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AWAY = (
     (("optimizer", "activations"),),
     (("optimizer", "params", "activations"),),
 )
-"""What may leave the device, as little as has to: the next ones are tried if none of these fits."""
+"""Targets of offload, those first that free least: others are tried if none of these fits."""
 
 NEAR = 0.01
 """A choice this near to what no form beats is good enough."""
@@ -71,14 +71,15 @@ def words_of(options: Options) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """One way to run a step: its options, and what its program would take of a rank.
-
-    ``needs`` are all of the process's bytes on the device, with what lies outside the program.
-    """
+    """One way to run a step: its options, and what its program would take of a rank."""
 
     options: Options
     forecast: Forecast
-    needs: int
+
+    @property
+    def needs(self) -> int:
+        """All of the process's bytes on the device, with what lies outside the program."""
+        return self.forecast.device_bytes
 
     @property
     def step_s(self) -> float:
@@ -120,7 +121,7 @@ class Choice:
 
     @property
     def gap(self) -> float:
-        """The share by which a form could be faster at most, of those not made too."""
+        """How much longer than the bound its step takes, as a share of the bound."""
         return self.form.step_s / self.bound_s - 1 if self.bound_s else 0.0
 
     @cached_property
@@ -225,8 +226,14 @@ class Search:
             self._note(one)
 
     def run(self) -> Choice:
-        """Choose.  Raises: BudgetError if nothing fits; StepError without a solver."""
+        """Choose.
+
+        Raises: BudgetError if nothing fits; StepError without a solver, and for a stage that cannot
+        be.
+        """
         solver()
+        if self.why_whole and any(stage for stage, _ in self._stages()):
+            raise StepError(self.why_whole)
         figures = self.ranks.figures_for(self.given)
         nodes = [node for node in self.step.gm.graph.nodes if flops(node)]
         compute_s = sum(seconds(node, figures, self.step.table) for node in nodes)
@@ -261,16 +268,14 @@ class Search:
         return None
 
     def _stages(self) -> list[tuple[int, int | None]]:
-        """Return the stages to choose from, those given first; on a mesh pairs of them."""
-        own = self.given.stage, self.given.outer_stage
+        """Return the stages to choose from, those that cut most first; on a mesh pairs of them."""
         if "stage" in self.named:
-            return [own]
+            return [(self.given.stage, self.given.outer_stage)]
         if self.why_whole:
             return [(0, None)]
-        if len(self.ranks.axes) == 1:
+        if len(self.ranks.axes) == 1 or self.ranks.axes[0][1] == 1:
             return [(stage, None) for stage in (3, 2, 1, 0)]
-        pairs = [(inner, outer) for inner in (3, 2, 1, 0) for outer in range(inner, -1, -1)]
-        return [*pairs]
+        return [(inner, outer) for inner in (3, 2, 1, 0) for outer in range(inner, -1, -1)]
 
     def _beside(self, options: Options) -> Iterator[Options]:
         """Yield options that differ in one thing from these."""
@@ -365,8 +370,7 @@ class Search:
         return self.tried[options]
 
     def _note(self, made: Forecast) -> None:
-        options = made.options
-        self.tried[options] = Form(options, made, made.device_bytes)
+        self.tried[made.options] = Form(made.options, made)
 
 
 def agreed(search: Search, exchange: Callable[[Sequence[str], bytes], Sequence[bytes]]) -> Choice:

@@ -24,7 +24,7 @@ from zerofx.ir import ops
 from zerofx.ir.interface import recorded
 from zerofx.ir.parameters import ParameterTable
 from zerofx.lower.lowering import lower
-from zerofx.options import Options, environment
+from zerofx.options import Options, ranks_of_machine
 from zerofx.order.check import CHECK
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport
@@ -188,15 +188,10 @@ class Program:
             (step,) = self.captured
             bounds = filter(None, map(REGISTRY.lookup, step.tensors))
             return next(bound.file.place for bound in bounds if bound.file is not None)
-        ranks = environment().get("LOCAL_WORLD_SIZE") or str(self.function.communicator.world_size)
-        if not ranks.isdecimal() or int(ranks) < 1:
-            raise StepError(
-                f"LOCAL_WORLD_SIZE is {ranks!r}, and it says how many ranks share this machine's "
-                "memory: a number from 1 on. torchrun sets it; set it so, or unset it."
-            )
+        ranks = ranks_of_machine(self.function.communicator.world_size)
         options = self.options
         given = options.offload_dir, options.offload_cache_bytes, options.offload_checksums
-        return REGISTRY.files.open(FileOptions(*given, int(ranks)))
+        return REGISTRY.files.open(FileOptions(*given, ranks))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         self.function.backend.active.has_run = True  # it may be a call of a function like its own

@@ -134,7 +134,6 @@ def plan(
     """
     axes = axes_of(ranks, mesh)
     given = {**(options or {}), "process_group": _group_of(axes)}
-    memory_limit = memory_limit or given.get("memory_limit")
     found = None if device is None else device_named(device)
     with contextlib.nullcontext() if found is None else standing_in(found):
         call = capture(step, tuple(args), dict(kwargs or {}), given)
@@ -156,6 +155,7 @@ def plan_of(
 
     By these ``figures``, or those that options have, or those of the ``device``.
     """
+    memory_limit = memory_limit or choose(given).memory_limit
     if memory_limit is None and device is not None:
         memory_limit = device.memory_bytes
     source = figures, device

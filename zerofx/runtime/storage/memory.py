@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerofx.accelerator import available_bytes, kind
+from zerofx.accelerator import kind
 from zerofx.errors import StepError
 from zerofx.runtime.memory.flat import ordinary_tensors, without_base
 from zerofx.runtime.memory.pages import aligned_empty, prefer_huge_pages
@@ -78,7 +79,16 @@ class HostMemory(Memory):
 
     def available_bytes(self) -> int | None:
         """Return the bytes that the machine could still give; None if it does not say."""
-        return available_bytes()
+        try:
+            with open("/proc/meminfo", encoding="ascii") as file:
+                lines = dict(line.split(":", 1) for line in file)
+            return int(lines["MemAvailable"].split()[0]) * 1024
+        except (OSError, KeyError, ValueError):
+            pass
+        try:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, OSError, ValueError):
+            return None
 
     def check_room(self, needed: dict[str, int]) -> None:
         """Refuse what there is no room for.  ``needed`` is in bytes, by what it is for.
