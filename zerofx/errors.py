@@ -18,7 +18,14 @@ class StepError(ValueError):
 
 
 class BudgetError(StepError):
-    """The step does not fit ``memory_budget``: says what it needs."""
+    """The step does not fit ``memory_budget``: says what it needs.
+
+    ``needed`` are the bytes of a budget that it would fit, or about that; None where nobody knows.
+    """
+
+    def __init__(self, message: str, needed: int | None = None) -> None:
+        super().__init__(message)
+        self.needed = needed
 
 
 class CommandError(ValueError):

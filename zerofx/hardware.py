@@ -18,6 +18,9 @@ LARGEST_BUCKET_BYTES = 64 * 2**20
 
 SMALLEST_BUCKET_BYTES = 2**20
 
+PIECE_BYTES = 2**20
+"""Ranks of one machine reduce each other's memory in pieces of so much, which stay in a cache."""
+
 LATENCY_SHARE = 0.1
 """The share of a bucket's transfer that may be latency."""
 

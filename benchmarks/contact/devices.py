@@ -157,7 +157,6 @@ def _link_figures(place: Place) -> dict[str, Any]:
 
             found["gathers"][mib] = sent / fastest(place, gather)
             found["reductions"][mib] = sent / fastest(place, reduce)
-            communicator.settle()
     return found
 
 

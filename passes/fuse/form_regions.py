@@ -11,7 +11,9 @@ from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs
 from zerofx.ir.aliases import is_compute as computes
+from zerofx.ir.graph import is_backward
 from zerofx.ir.interface import region_of, set_region
+from zerofx.ir.roles import Role, role
 from zerofx.passes.base import Counts, PassContext
 
 
@@ -27,18 +29,23 @@ def form_regions(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         start = zerofx.all_gather_start(s, 2);  v = t.view(8);  a = sin(v);  b = cos(a)
         #                                       ~~~~~~~~~~~~ region 1 ~~~~~~~~~~~~~~~~~
 
+    What backward computes again begins a region: a compiler that saw the first computation beside
+    it would do both at once, and keep the results until backward.
+
     Every region gets a view of its own, where it reads one that another region takes: what passes
     between regions is whole memory, once, which its last reader may reuse.  The order of everything
     else stays.
     """
     graph = gm.graph
     _take_results_apart_at_once(graph)
-    number = 0
+    number, has_forward = 0, False
     for node in graph.nodes:
+        is_again = role(node) == Role.RECOMPUTE
+        if not is_compute(node) or (is_again and has_forward):
+            number, has_forward = number + 1, False
         if is_compute(node):
             set_region(node, number)
-        else:
-            number += 1
+            has_forward |= not is_again and not is_backward(node)
     _take_views_where_they_are_read(graph)
     regions = {region_of(node) for node in graph.nodes} - {None}
     return {"regions": len(regions)}

@@ -68,7 +68,8 @@ def decide(
         raise BudgetError(
             f"memory_budget is {budget} bytes, and this step allocates {least} on this rank "
             "with nothing kept gathered: give it that much (the most that any rank says), or a "
-            "smaller batch, torch.utils.checkpoint, or smaller bucket_bytes."
+            "smaller batch, torch.utils.checkpoint, or smaller bucket_bytes.",
+            needed=least,
         )
     pieces = _states(graph, ctx)
     staying = _stay_on_device(pieces, budget - least)

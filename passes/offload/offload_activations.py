@@ -136,7 +136,8 @@ def _does_not_fit(budget: int, peak: int, trips: Sequence[Trip]) -> BudgetError:
     return BudgetError(
         f"memory_budget is {budget} bytes, and this step allocates {peak} on this rank with "
         f"{len(trips)} activations of {away} bytes in host memory and nothing kept gathered: give "
-        "it that much, or a smaller batch, torch.utils.checkpoint, or smaller bucket_bytes."
+        "it that much, or a smaller batch, torch.utils.checkpoint, or smaller bucket_bytes.",
+        needed=peak,
     )
 
 

@@ -14,7 +14,7 @@ from zerofx.options import Options
 
 
 def form(step_s: float, **options) -> Form:
-    return Form(Options(**options), SimpleNamespace(expected_s=step_s))
+    return Form(Options(**options), SimpleNamespace(expected_s=step_s, outside={}))
 
 
 class Searched:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import random
 
-from zerofx.cost.outside import MIB, CachingAllocator, Span, most_alive, outside_bytes
+from zerofx.cost.outside import (
+    AT_FIRST,
+    MIB,
+    REUSED,
+    CachingAllocator,
+    Span,
+    most_alive,
+    outside_bytes,
+)
 
 
 def reserved(*spans: Span) -> int:
@@ -63,8 +71,8 @@ def test_rows_of_a_gpu_name_their_sources():
         "cuda",
         num_communicators=2,
         kept=50 * MIB,
-        parameters=40 * MIB,
-        largest_parameter=70 * MIB,
+        deferred=40 * MIB,
+        largest_deferred=70 * MIB,
         file_cache=5,
     )
     assert rows["allocator"] == (2 * MIB - 1, "simulated", "device")
@@ -78,4 +86,25 @@ def test_rows_of_a_gpu_name_their_sources():
 
 def test_rows_of_a_cpu_are_what_this_machine_shows():
     assert outside_bytes([Span(0, 0, 1)], "cpu") == {"allocator": (63, "simulated", "device")}
-    assert outside_bytes([], "cpu", num_communicators=1)["communication"].source == "measured"
+    assert outside_bytes([], "cpu", num_communicators=1) == {}
+
+
+def test_whole_parameters_count_above_the_peak_and_beside_what_a_step_needs():
+    rows = outside_bytes([Span(0, 9, 6 * MIB)], "cpu", whole=10 * MIB)
+    assert rows == {AT_FIRST: (4 * MIB, "computed", "beside")}
+
+
+def test_buffers_that_are_used_again_count_where_they_idle_at_a_peak():
+    """Two are in use at once, and idle while something else takes more."""
+    first, second = Span(0, 1, 64), Span(1, 1, 64)
+    other = Span(3, 4, 256)
+    rows = outside_bytes([first, second, other], "cpu", buffers=[first, second])
+    assert rows == {REUSED: (128, "computed", "beside")}
+    small = Span(3, 4, 64)
+    assert outside_bytes([first, second, small], "cpu", buffers=[first, second])[REUSED] == (
+        64, "computed", "beside",
+    )  # fmt: skip
+    assert outside_bytes([first, second], "cpu", buffers=[first, second]) == {}
+    assert outside_bytes([first, second, other], "cuda", buffers=[first, second]).keys() == (
+        outside_bytes([first, second, other], "cuda").keys()
+    )

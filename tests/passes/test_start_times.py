@@ -230,7 +230,7 @@ def test_starts_come_in_the_order_of_waits_whatever_fits():
     captured = uneven_step()
     smallest = smallest_of(captured, hardware=SLOW)
     limited = 0
-    for budget in (smallest, smallest + 4000, smallest + 15000, PLENTY):
+    for budget in (smallest, smallest + 1000, smallest + 4000, PLENTY):
         program = within(captured, budget)
         order = program_order(program.graph)
         starts = [order[start] for start, _ in gathers(program)]

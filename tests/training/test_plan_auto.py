@@ -190,9 +190,17 @@ def test_without_a_limit_it_is_what_is_free():
     assert function_of(compiled).choice.limit > 2**20
 
 
+@pytest.mark.slow(reason="every form is tried, and on more ranks")
 def test_nothing_fits():
-    with pytest.raises(BudgetError, match="memory_limit is 10 bytes, and the least"):
+    with pytest.raises(
+        BudgetError, match="memory_limit is 10 bytes, and the least.* with a smaller batch"
+    ):
         run(auto(plain, 10), built(), [0])
+
+
+def test_what_fits_on_more_ranks_says_on_how_many():
+    with pytest.raises(BudgetError, match="give it that much, train on 4 ranks, where stage 3 fits"):
+        run(auto(plain, 8_000_000, offload=()), built(), [0])
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
+# Whether a profiler of torch is running: another cannot then.
+is_profiled = torch.autograd._profiler_enabled
+
+
 # Also without modes, which a recorder must not call for what it does itself.
 without_function_modes = torch._C.DisableTorchFunction
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ from typing import Any
 from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import refuse_conflicts
 from zerofx.compiler.forecast import Forecast, Ranks
+from zerofx.cost.outside import REUSED
 from zerofx.cost.program import flops, seconds
 from zerofx.cost.timeline import milliseconds
 from zerofx.cost.traffic import size_text
@@ -112,12 +114,16 @@ class Choice:
 
     @property
     def options(self) -> Options:
+        """The form's; with the limit if that has no room for buffers to be used again."""
+        reused = self.form.forecast.outside.get(REUSED)
+        if reused is not None and self.form.needs + reused.nbytes > self.limit:
+            return replace(self.form.options, memory_limit=self.limit)
         return self.form.options
 
     @property
     def has_budget(self) -> bool:
         """Return whether something stays on the device for as far as it fits."""
-        return self.options.memory_budget is not None
+        return self.form.options.memory_budget is not None
 
     @property
     def gap(self) -> float:
@@ -220,6 +226,7 @@ class Search:
         self.tried: dict[Options, Form] = {}
         self.fitting: dict[Key, list[Form]] = {}
         self.refused: dict[str, str] = {}
+        self.least: list[tuple[int, Options]] = []  # what forms need at least that do not fit
         nodes = max(len(step.gm.graph.nodes), 1)
         self.left = min(max(MOST_NODES // nodes, LEAST_PROGRAMS), MOST_PROGRAMS)
         for one in made:
@@ -305,11 +312,19 @@ class Search:
                 return found
         if not self.tried:
             raise StepError("; ".join(f"{name}: {why}" for name, why in self.refused.items()))
-        least = min(self.tried.values(), key=lambda form: form.needs)
+        self.least += [(form.needs, form.options) for form in self.tried.values()]
+        needs, options = min(self.least, key=lambda pair: pair[0])
+        most_cut = dict(zip(("stage", "outer_stage"), self._stages()[0], strict=True))
+        forms = [options, replace(options, **most_cut)]
+        number, fits = enough(self.step, self.ranks, forms, self.limit)
+        more = "with a smaller batch"
+        if fits is not None:
+            more = f"on {number} ranks, where {words_of(fits)} fits"
         raise BudgetError(
             f"memory_limit is {self.limit} bytes, and the least that this step takes of a rank's "
-            f"device is {least.needs}, with {least}: give it that much, train on more ranks or with"
-            " a smaller batch, or let torch.utils.checkpoint drop activations."
+            f"device is {needs}, with {words_of(options)}: give it that much, train {more}, or let "
+            "torch.utils.checkpoint drop activations.",
+            needed=needs,
         )
 
     def _better(self, best: Form | None, options: Options) -> Form | None:
@@ -341,13 +356,15 @@ class Search:
             return found
         peak = least.forecast.peak
         fixed = sum(least.forecast.kept.values()) + peak.get("inputs", 0)
-        room = self.limit - fixed - (least.needs - sum(peak.values()))
+        fixed += least.needs - sum(peak.values())
+        room = self.limit - fixed
         for _ in range(3):
-            if room <= 0:
-                break
+            budget = max(room, 1)
             try:
-                more = self._made(replace(options, plan="auto", memory_budget=room))
-            except BudgetError:
+                more = self._made(replace(options, plan="auto", memory_budget=budget))
+            except BudgetError as error:
+                if error.needed is not None:
+                    self.least.append((fixed + error.needed, options))
                 break
             over = more.needs - self.limit
             if over <= 0:
@@ -373,6 +390,35 @@ class Search:
         self.tried[made.options] = Form(made.options, made)
 
 
+SEARCHED = 2**16
+"""Ranks to which what fits nothing looks for some that would do."""
+
+
+def enough(
+    step: CapturedStep, ranks: Ranks, forms: Sequence[Options], limit: int
+) -> tuple[int | None, Options | None]:
+    """Return on how many ranks, doubling those of the outer axis, which of these options fit.
+
+    Of those that fit, what takes least of the device.  It ends where more ranks no longer save a
+    thousandth: what is left is the same on any number.
+    """
+    before = math.inf
+    while 2 * len(ranks) <= SEARCHED:
+        (name, size), *inner = ranks.axes
+        ranks = replace(ranks, axes=((name, 2 * size), *inner))
+        needs: list[tuple[int, Options]] = []
+        for options in forms:
+            with contextlib.suppress(ValueError):  # what cannot be; a StepError is one too
+                needs.append((ranks.forecast(step, options).device_bytes, options))
+        now, least = min(needs, key=lambda pair: pair[0], default=(math.inf, None))
+        if now <= limit:
+            return len(ranks), least
+        if before - now < before / 1000 or math.isinf(now):
+            break
+        before = now
+    return None, None
+
+
 def agreed(search: Search, exchange: Callable[[Sequence[str], bytes], Sequence[bytes]]) -> Choice:
     """Choose what fits all ranks: those whose batches have other shapes may choose differently.
 
@@ -390,7 +436,7 @@ def agreed(search: Search, exchange: Callable[[Sequence[str], bytes], Sequence[b
     mine: Choice | None = None
     try:
         mine = search.run()
-        says: dict[str, Any] = {"form": (key_of(mine.options), mine.has_budget)}
+        says: dict[str, Any] = {"form": (key_of(mine.form.options), mine.has_budget)}
     except BudgetError as error:
         says = {"error": str(error)}
     every = told(says)
@@ -414,9 +460,10 @@ def agreed(search: Search, exchange: Callable[[Sequence[str], bytes], Sequence[b
     if not mine.has_budget:
         return mine
     # Nobody takes more than the one who has least, and all solve it, or none.
-    least = min(told(mine.options.memory_budget))
-    plan = "auto" if all(told(mine.options.plan)) else None
-    options = replace(mine.options, memory_budget=least, plan=plan)
+    options = mine.form.options
+    least = min(told(options.memory_budget))
+    plan = "auto" if all(told(options.plan)) else None
+    options = replace(options, memory_budget=least, plan=plan)
     return replace(mine, form=replace(mine.form, options=options))
 
 

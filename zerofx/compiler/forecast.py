@@ -15,6 +15,7 @@ from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import bytes_kept, context_of
 from zerofx.compiler.rewrite import Rewritten, in_parameters, rewritten
 from zerofx.cost.outside import Row, Span, outside_bytes
+from zerofx.cost.own import own_bytes
 from zerofx.cost.timeline import (
     StepTime,
     Timeline,
@@ -25,7 +26,9 @@ from zerofx.cost.timeline import (
     works_of,
 )
 from zerofx.cost.traffic import wire_bytes
+from zerofx.deferred.ledger import LEDGER
 from zerofx.hardware import Hardware
+from zerofx.ir import ops
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import Place
 from zerofx.options import Options
@@ -37,11 +40,14 @@ from zerofx.report.memory import Piece, alive, pieces_of
 class Forecast:
     """Predicts what one rank keeps, sends and waits for, from a program that nobody runs.
 
-    ``state_bytes`` is what optimizers keep per element, by (optimizer, parameter).
+    ``state_bytes`` is what optimizers keep per element, by (optimizer, parameter).  ``at_first``
+    says how parameters come about: ``whole``, before the first call cuts them, ``deferred``, made
+    as they are kept, or ``there`` if they have.
     """
 
     rewritten: Rewritten
     state_bytes: Mapping[tuple[int, int], float]
+    at_first: str = "there"
 
     @property
     def mesh(self) -> Mesh:
@@ -58,15 +64,25 @@ class Forecast:
 
     @cached_property
     def _pieces(self) -> list[Piece]:
-        ctx = self.rewritten.ctx
+        ctx, graph = self.rewritten.ctx, self.rewritten.gm.graph
         return pieces_of(
-            self.rewritten.gm.graph,
+            graph,
             ctx.table,
             ctx.world_size,
             in_parameters(self.rewritten),
             sockets=not ctx.options.peer_memory,
             state_bytes=self.state_bytes,
+            largest=True,
+            own=self._own(),
         )
+
+    def _own(self) -> Mapping[fx.Node, int]:
+        """Return what operators allocate for themselves, as far as that is known."""
+        ctx, nodes = self.rewritten.ctx, self.rewritten.gm.graph.nodes
+        if ctx.options.lowering == "inductor":  # one kernel, which needs nothing beside its results
+            return {node: 0 for node in nodes if node.target is ops.update}
+        is_here = all(info.device.type == "cpu" for info in ctx.table)
+        return own_bytes(nodes) if is_here else {}
 
     @property
     def _num_nodes(self) -> int:
@@ -89,15 +105,22 @@ class Forecast:
     @cached_property
     def outside(self) -> Mapping[str, Row]:
         """Bytes of the process beside its program's, by what they are for."""
-        ctx, pieces = self.rewritten.ctx, self._pieces
+        ctx, is_one = self.rewritten.ctx, self.mesh.world_size == 1
+        pieces = [piece for piece in self._pieces if piece.place == "device"]
         infos = tuple(ctx.table)
         return outside_bytes(
-            [Span(of.begin, of.end, of.nbytes) for of in pieces if of.place == "device"],
+            [Span(of.begin, of.end, of.nbytes) for of in pieces],
             infos[0].device.type if infos else "cpu",
+            buffers=[
+                Span(of.begin, of.end, of.nbytes)
+                for of in pieces
+                if not is_one and (ops.is_collective(of.node) or of.node.target in _REUSED)
+            ],
             num_communicators=sum(size > 1 for _, size in self.mesh.axes),
             kept=sum(self.kept.values()),
-            parameters=self.kept.get("parameters", 0),
-            largest_parameter=max((info.nbytes for info in infos), default=0),
+            deferred=self.kept.get("parameters", 0) if self.at_first == "deferred" else 0,
+            largest_deferred=max((info.nbytes for info in infos), default=0),
+            whole=sum(info.nbytes for info in infos) if self.at_first == "whole" else 0,
             file_cache=max((ctx.options.offload_cache_bytes or 0) - self.on_host, 0),
         )
 
@@ -165,15 +188,21 @@ class Forecast:
         }
 
 
+_REUSED = (ops.flatten_bucket, ops.take_shard)
+"""What makes buffers that a CPU keeps to use them again, beside collectives."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Stands for the ranks of a step: their axes, the inner one last, and what is known of them.
 
-    Forecasts are of the first one, which holds most: all ranks come to the same.
+    Forecasts are of the first one, which holds most: all ranks come to the same.  ``make_whole``
+    says that they are still to make the parameters, and do so in one piece.
     """
 
     axes: tuple[tuple[str, int], ...]
     figures: Hardware
+    make_whole: bool = False
 
     def __len__(self) -> int:
         return math.prod(size for _, size in self.axes)
@@ -210,4 +239,7 @@ class Ranks:
             tried = attempts(options, own.table, mesh)
             options = tried[first_that_fits(own, [context(attempt) for attempt in tried])]
             own = step.on(mesh)
-        return Forecast(rewritten(own, context(options)), bytes_kept(own, options))
+        is_deferred = any(LEDGER.memory_of(tensor) is not None for tensor in step.tensors)
+        at_first = "deferred" if is_deferred else "there"
+        at_first = "whole" if self.make_whole else at_first
+        return Forecast(rewritten(own, context(options)), bytes_kept(own, options), at_first)

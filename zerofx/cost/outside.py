@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ class Span(NamedTuple):
 class Row(NamedTuple):
     """Bytes outside the program, on the ``device`` or the ``host``, and how they are known.
 
+    What is ``beside`` is on the device too, and no form of the step needs it.
+
     The source is ``simulated`` (of this program's allocations), ``measured`` (here, on a machine
     with that device), ``assumed`` (from what libraries and their users say; not measured) or
     ``computed`` (from what this rank holds, by what zerofx does).
@@ -30,6 +32,13 @@ class Row(NamedTuple):
     nbytes: int
     source: str
     place: str = "device"
+
+
+REUSED = "buffers"
+"""Names what a CPU keeps of a step's buffers to use them again, if the device has room for it."""
+
+AT_FIRST = "whole at first"
+"""Names what whole parameters take before the first call cuts them, above a step's peak."""
 
 
 class Figure(NamedTuple):
@@ -62,8 +71,8 @@ FIGURES = {
     "cpu": Figures(
         Figure(0, "computed", "a CPU has no context"),
         Figure(0, "computed", "no workspace that outlives its operator is known"),
-        Figure(3 * MIB, "measured", "a gloo group of 2 or 4 ranks, 2.6 to 2.9 MiB, 2026-11-26"),
-        Figure(MIB // 4, "measured", "another group of the same ranks, 0.07 to 0.21 MiB"),
+        Figure(0, "computed", "2.6 to 2.9 MiB of gloo, which are there before anybody plans"),
+        Figure(0, "computed", "0.07 to 0.21 MiB, likewise"),
     ),
     "cuda": Figures(
         Figure(512 * MIB, "assumed", "users of other GPUs report 200 to 1000 MiB"),
@@ -85,18 +94,22 @@ def outside_bytes(
     spans: Sequence[Span],
     device: str,
     *,
+    buffers: Sequence[Span] = (),
     num_communicators: int = 0,
     kept: int = 0,
-    parameters: int = 0,
-    largest_parameter: int = 0,
+    deferred: int = 0,
+    largest_deferred: int = 0,
+    whole: int = 0,
     file_cache: int = 0,
 ) -> dict[str, Row]:
     """Return what one rank's process takes beside its program's bytes, by what it is for.
 
-    ``spans`` are the program's bytes on the device, ``device`` its type.  ``kept`` is what is
-    saved between steps, ``parameters`` the part of it that is made at first, ``file_cache`` what of
-    ``offload_cache_bytes`` no program counts.  Rows add up: initialisation counts as what it holds
-    above the step's peak, checkpoints as an asynchronous save, which holds most.  Units: bytes.
+    ``spans`` are the program's bytes on the device, ``device`` its type; ``buffers`` those of them
+    that a CPU keeps to use them again.  ``kept`` is what is saved between steps, ``deferred`` the
+    part of it that is made by this process at first, ``whole`` the bytes of parameters that the
+    script makes whole.  ``file_cache`` is what of ``offload_cache_bytes`` no program counts.  Rows
+    add up: initialisation counts as what it holds above the step's peak, checkpoints as an
+    asynchronous save, which holds most.  Units: bytes.
     """
     figures = FIGURES.get(device, FIGURES["cuda"])
     is_cpu = device == "cpu"
@@ -104,7 +117,9 @@ def outside_bytes(
     reserved = _heap(spans) if is_cpu else CachingAllocator().most_reserved(spans)
     links = figures.first_communicator.nbytes * (num_communicators > 0)
     links += figures.next_communicator.nbytes * max(num_communicators - 1, 0)
-    at_first = parameters + max(largest_parameter, TOGETHER if largest_parameter else 0)
+    at_first = deferred + max(largest_deferred, TOGETHER) if deferred else 0
+    end = max((span.end for span in spans), default=0)
+    reused = most_alive([*spans, *_idle(buffers, end)]) - peak if is_cpu else 0
     saved = kept + (0 if is_cpu else PINNED_OF_SAVES)
     rows = {
         "context": Row(figures.context.nbytes, figures.context.source),
@@ -112,24 +127,49 @@ def outside_bytes(
         "workspaces": Row(figures.workspaces.nbytes, figures.workspaces.source),
         "communication": Row(links, figures.first_communicator.source),
         "initialisation": Row(max(at_first - peak, 0), "computed"),
+        AT_FIRST: Row(max(whole - peak, 0), "computed", "beside"),
+        REUSED: Row(reused, "computed", "beside"),
         "file cache": Row(file_cache, "computed", "host"),
         "checkpoint": Row(saved if kept else 0, "computed", "host"),
     }
     return {name: row for name, row in rows.items() if row.nbytes}
 
 
+def _idle(buffers: Sequence[Span], end: int) -> Iterator[Span]:
+    """Yield what buffers that are used again hold at most, up to ``end``, beside what is in use.
+
+    A new one is made only if none is idle: together they never hold more than was in use at once.
+    """
+    aligned = [of._replace(nbytes=of.nbytes + LARGE * (of.nbytes >= LARGE)) for of in buffers]
+    most, used, begin = most_alive(aligned), 0, 0
+    for at, change in sorted(_changes(buffers).items()):
+        yield Span(begin, at - 1, most - used)
+        used += change
+        begin = at
+    yield Span(begin, end, most - used)
+
+
+LARGE = 2 * MIB
+"""Buffers from here on have so much more, to begin on a huge page (runtime/memory/pages.py)."""
+
+
 def most_alive(spans: Iterable[Span], granule: int = 1) -> int:
     """Return the most bytes alive at once, each span's rounded up to a multiple of a granule."""
+    alive = most = 0
+    for _, change in sorted(_changes(spans, granule).items()):
+        alive += change
+        most = max(most, alive)
+    return most
+
+
+def _changes(spans: Iterable[Span], granule: int = 1) -> dict[int, int]:
+    """Return by how much what is alive changes, by position."""
     changes: dict[int, int] = defaultdict(int)
     for span in spans:
         nbytes = _rounded(span.nbytes, granule)
         changes[span.begin] += nbytes
         changes[span.end + 1] -= nbytes
-    alive = most = 0
-    for position in sorted(changes):
-        alive += changes[position]
-        most = max(most, alive)
-    return most
+    return changes
 
 
 def _rounded(nbytes: int, granule: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zerofx import compat
 from zerofx.calibration import OTHERS, Calibration
-from zerofx.hardware import Hardware
+from zerofx.hardware import PIECE_BYTES, Hardware
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, done_with, mutated_inputs
 from zerofx.ir.interface import input_role
@@ -44,11 +44,12 @@ def live_bytes(
     """Bytes that the program has allocated on the device and not freed while each node runs.
 
     In program order; inputs and constants are not counted, nor what an operator allocates for
-    itself, but for updates; with ``sockets`` the buffer counts that a reduction on a CPU receives
-    into.  In a world of one, collectives allocate nothing.  Memory lives until the last reader of
-    the last view of it.  ``ignored`` nodes count as views of nothing.  With a ``table`` an update
-    allocates what it does on the rank whose shard is largest: ranks plan alike.  Symbolic sizes
-    count as they were when captured, and get guards unless ``hinted``.
+    itself, but for updates and reductions on a CPU: with ``sockets`` these receive into a buffer,
+    else they add up others' memory piece by piece.  In a world of one, collectives allocate
+    nothing.  Memory lives until the last reader of the last view of it.  ``ignored`` nodes count as
+    views of nothing.  With a ``table`` an update allocates what it does on the rank whose shard is
+    largest: ranks plan alike.  Symbolic sizes count as they were when captured, and get guards
+    unless ``hinted``.
     """
     nodes = list(graph.nodes)
     changes = [0] * (len(nodes) + 1)
@@ -75,14 +76,22 @@ class Allocation(NamedTuple):
 
 
 def allocations(
-    graph: fx.Graph, world_size: int, ignored: Collection[fx.Node] = (), *, sockets: bool = False
+    graph: fx.Graph,
+    world_size: int,
+    ignored: Collection[fx.Node] = (),
+    *,
+    sockets: bool = False,
+    table: ParameterTable | None = None,
+    own: Mapping[fx.Node, int] | None = None,
 ) -> tuple[list[Allocation], dict[fx.Node, set[tuple[fx.Node, int]]]]:
     """Return what ``live_bytes`` counts, one by one, and the (node, part) that a result lies in.
 
-    At any position, the bytes of those allocations that are alive there add up to it.  But no
-    guard is made of a symbolic size: this is for who looks at programs, and must not change them.
+    At any position, the bytes of those allocations that are alive there add up to it, and those
+    that ``own`` says nodes allocate for themselves.  But no guard is made of a symbolic size: this
+    is for who looks at programs, and must not change them.
     """
-    memory = _Memory(world_size, sockets, hinted_tensor_bytes, ignored=frozenset(ignored))
+    kinds = hinted_tensor_bytes, table, frozenset(ignored), own or {}
+    memory = _Memory(world_size, sockets, *kinds)
     return list(memory.of(list(graph.nodes))), memory.roots
 
 
@@ -95,6 +104,7 @@ class _Memory:
     bytes_of: Callable[[Any], int]
     table: ParameterTable | None = None
     ignored: Collection[fx.Node] = ()
+    own: Mapping[fx.Node, int] = field(default_factory=dict)
     roots: dict[fx.Node, set[tuple[fx.Node, int]]] = field(default_factory=dict)
     sizes: dict[tuple[fx.Node, int], int] = field(default_factory=dict)
 
@@ -116,6 +126,8 @@ class _Memory:
 
     def _own_bytes(self, node: fx.Node) -> int:
         """Bytes that a node allocates for itself."""
+        if node in self.own:
+            return self.own[node]
         if node.target is ops.on_owners:
             return OWNER_TEMPORARIES * owned_bytes(
                 node, ops.num_shards(node.graph, self.world_size), self.table
@@ -127,13 +139,19 @@ class _Memory:
                 largest = self.table[node.args[3]].largest_shard_numel * value.dtype.itemsize
                 nbytes = max(nbytes, largest)
             return UPDATE_TEMPORARIES * nbytes
-        receives = self.sockets and ops.rules(node).reduces and ops.starts(node)
-        if not receives or ops.num_ranks(node, self.world_size) == 1:
-            return 0
-        if node.meta["val"].device.type != "cpu":
-            return 0
-        operands = node.args[0] if isinstance(node.args[0], list) else [node.args[0]]
-        return sum(self.bytes_of(operand.meta["val"]) for operand in operands)
+        if self.sockets and self._reduces_on_cpu(node):
+            operands = node.args[0] if isinstance(node.args[0], list) else [node.args[0]]
+            return sum(self.bytes_of(operand.meta["val"]) for operand in operands)
+        if not self.sockets and ops.waits_on(node) and self._reduces_on_cpu(node.args[0]):
+            return min(self.bytes_of(node.args[0].meta["val"]), PIECE_BYTES)
+        return 0
+
+    def _reduces_on_cpu(self, node: fx.Node) -> bool:
+        """Return whether a node starts a reduction of several ranks' tensors on a CPU."""
+        if not (ops.rules(node).reduces and ops.is_collective(node)):
+            return False
+        is_shared = ops.num_ranks(node, self.world_size) > 1
+        return is_shared and node.meta["val"].device.type == "cpu"
 
     def _roots_of(self, node: fx.Node) -> set[tuple[fx.Node, int]]:
         """The allocations that a node's result lies in; notes the size of a new one."""
@@ -148,7 +166,10 @@ class _Memory:
             part = node.args
             if part in roots[node.args[0]]:  # it is one of many, as an optimizer's step has results
                 return {part}
-            return {root for root in roots[node.args[0]] if root[1] == node.args[1]}
+            whole, at = part
+            if aliased_inputs(whole) and not ops.is_ours(whole.target):
+                return roots[whole]  # views of one tensor, as split has them
+            return {root for root in roots[whole] if root[1] == at}
         sources = aliased_inputs(node) or mutated_inputs(node)
         if ops.is_collective(node) and ops.num_ranks(node, self.world_size) == 1:
             sources = node.all_input_nodes

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerofx.compiler.best import Choice, Search
+from zerofx.compiler.best import Choice, Search, enough
 from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.forecast import Forecast, Ranks
 from zerofx.devices import RANKS_OF_NODE, Device, device_named
@@ -45,17 +45,13 @@ class Least(NamedTuple):
     """The stage that takes least of the device, of those that do not fit, and where one would.
 
     ``on_ranks`` is the smallest number of ranks, doubled from the plan's, on which ``on_stage``
-    fits the limit; None if up to ``SEARCHED`` ranks none does.  Units: bytes.
+    fits the limit; None if up to 65,536 ranks none does.  Units: bytes.
     """
 
     stage: str
     device_bytes: int
     on_ranks: int | None
     on_stage: str | None
-
-
-SEARCHED = 2**16
-"""Ranks to which a plan that fits nothing looks for some that would do."""
 
 
 @dataclass(frozen=True)
@@ -166,44 +162,16 @@ def plan_of(
     if memory_limit is None:
         return made
     made = replace(made, choice=_choice(call, axes, given, made, memory_limit, source))
-    if forecasts and not _fitting(forecasts, memory_limit):
+    if forecasts and all(one.device_bytes > memory_limit for one in forecasts.values()):
         stage = min(forecasts, key=lambda name: forecasts[name].device_bytes)
-        on_ranks, on_stage = _enough(call, axes, given, chosen, memory_limit, source)
+        by_name = {_text(each): each for each in chosen}
+        of = {name: _options(given, axes, by_name[name]) for name in forecasts}
+        ranks = _ranks(axes, of[stage], source, call.makes_whole)
+        on_ranks, fits = enough(call.step, ranks, [*of.values()], memory_limit)
+        on_stage = next((name for name, options in of.items() if options is fits), None)
         least = Least(stage, forecasts[stage].device_bytes, on_ranks, on_stage)
         made = replace(made, least=least)
     return made
-
-
-def _fitting(forecasts: Mapping[str, Forecast], memory_limit: int) -> list[str]:
-    """Return the stages that fit, the one that takes least of the device first."""
-    fits = [name for name, one in forecasts.items() if one.device_bytes <= memory_limit]
-    return sorted(fits, key=lambda name: forecasts[name].device_bytes)
-
-
-def _enough(
-    call: StoppedCall,
-    axes: tuple[tuple[str, int], ...],
-    given: Mapping[str, Any],
-    stages: Sequence[int | Mapping[str, int]],
-    memory_limit: int,
-    source: _Source,
-) -> tuple[int | None, str | None]:
-    """Return on how many ranks, doubling those of the outer axis, which stage fits the limit.
-
-    It ends where more ranks no longer save a thousandth: what is left is the same on any number.
-    """
-    before = None
-    (name, size), *inner = axes
-    while (ranks := 2 * size * math.prod(of for _, of in inner)) <= SEARCHED:
-        size *= 2
-        forecasts, _ = _forecasts(call, ((name, size), *inner), given, stages, source)
-        if fits := _fitting(forecasts, memory_limit):
-            return ranks, fits[0]
-        now = min(one.device_bytes for one in forecasts.values()) if forecasts else None
-        if now is None or (before is not None and before - now < before / 1000):
-            break
-        before = now
-    return None, None
 
 
 def _forecasts(
@@ -222,7 +190,7 @@ def _forecasts(
             options = _options(given, axes, stage)
             if options.stage > 0 and call.why_not_sharded:
                 raise StepError(call.why_not_sharded)
-            ranks = _ranks(axes, options, source)
+            ranks = _ranks(axes, options, source, call.makes_whole)
             forecasts[name] = ranks.forecast(call.step, options)
         except ValueError as error:  # of options that need another stage; a StepError is one too
             refused[name] = str(error)
@@ -247,7 +215,7 @@ def _choice(
         call.step,
         options,
         named(given, environment()) - free,
-        _ranks(axes, options, source),
+        _ranks(axes, options, source, call.makes_whole),
         limit,
         why_whole=call.why_not_sharded,
         made=made.forecasts.values(),
@@ -259,13 +227,15 @@ def _choice(
         return str(error)
 
 
-def _ranks(axes: tuple[tuple[str, int], ...], options: Options, source: _Source) -> Ranks:
+def _ranks(
+    axes: tuple[tuple[str, int], ...], options: Options, source: _Source, makes_whole: bool
+) -> Ranks:
     figures, device = source
     figures = figures or options.hardware
     if figures is None and device is not None:
         has_tf32 = torch.get_float32_matmul_precision() != "highest"
         figures = device.hardware(axes, has_tf32=has_tf32)
-    return Ranks(axes, figures or NOMINAL)
+    return Ranks(axes, figures or NOMINAL, makes_whole)
 
 
 def axes_of(ranks: int, mesh: Axes | None) -> tuple[tuple[str, int], ...]:

@@ -13,6 +13,7 @@ from zerofx.backend import CompiledFunction, ZeroBackend
 from zerofx.capture import substitutes
 from zerofx.capture.step import CapturedStep
 from zerofx.deferred.block import is_block_open
+from zerofx.deferred.ledger import LEDGER
 from zerofx.errors import StepError
 from zerofx.ir.parameters import ParameterTable
 
@@ -22,7 +23,8 @@ class StoppedCall:
     """A step as it was captured, and the options that its user gave.
 
     ``why_not_sharded`` says why stages from 1 on refuse it; empty if they do not.  ``optimizers``
-    keeps them alive for as long as somebody plans.
+    keeps them alive for as long as somebody plans.  ``makes_whole`` says that the script makes
+    parameters whole, out of ``deferred_init``.
     """
 
     name: str
@@ -30,6 +32,7 @@ class StoppedCall:
     options: Mapping[str, Any]
     why_not_sharded: str
     optimizers: tuple[Any, ...]
+    makes_whole: bool
 
     def on_device(self, kind: str) -> StoppedCall:
         """Return the call as if it were made on another kind of device: it is moved there."""
@@ -54,7 +57,8 @@ def stop(function: CompiledFunction, step: CapturedStep) -> NoReturn:
     """
     optimizers = tuple(map(substitutes.optimizer_of, step.optimizers))
     options = dict(function.user_options or {})
-    call = StoppedCall(function.name, step, options, function.why_not_sharded, optimizers)
+    whole = all(LEDGER.memory_of(tensor) is None for tensor in step.tensors)
+    call = StoppedCall(function.name, step, options, function.why_not_sharded, optimizers, whole)
     raise Stopped(call)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from zerofx.cost.outside import AT_FIRST
 from zerofx.cost.traffic import size_text
 from zerofx.report.memory import LOWERED_BY
 from zerofx.report.timeline import duration
@@ -97,7 +98,11 @@ _STEP = ("keeps", "peak", "on the host", "sends", "a step", "waits", "limited by
 def _step(of: Facts, limit: int | None) -> list[str]:
     """Return the cells of one stage."""
     peak, sends = sum(of["peak"].values()), of["sends"]
-    fits = "" if limit is None else ", fits" if of["device_bytes"] <= limit else ", too much"
+    fits = ""
+    if limit is not None:
+        first = of["outside"].get(AT_FIRST, {"nbytes": 0})["nbytes"]
+        fits = ", fits" if of["device_bytes"] <= limit else ", too much"
+        fits += " with deferred_init" if fits == ", fits" and first and peak + first > limit else ""
     sent = [
         size_text(nbytes) + (f" {axis}" if len(sends) > 1 else "")
         for axis, nbytes in sends.items()
@@ -129,9 +134,11 @@ def _least(plan: Facts, on: str) -> str:
 
 
 def _with_source(name: str, beside: Sequence[Facts]) -> str:
-    """Return a row's name, with where it lies if that is the host, and how it is known."""
+    """Return a row's name, with where it lies if that is no part of a need, and its source."""
     row = next(of[name] for of in beside if name in of)
-    return f"{name}{' on the host' if row['place'] == 'host' else ''} ({row['source']})"
+    where = {"host": " on the host", "beside": " if there is room"}.get(row["place"], "")
+    where = "" if name == AT_FIRST else where
+    return f"{name}{where} ({row['source']})"
 
 
 def _table(headers: Sequence[str], lead: Sequence[list], rest: Sequence[list[str]]) -> str:

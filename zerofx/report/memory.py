@@ -66,15 +66,27 @@ def pieces_of(
     *,
     sockets: bool = False,
     state_bytes: Mapping[tuple[int, int], float] | None = None,
+    largest: bool = False,
+    own: Mapping[fx.Node, int] | None = None,
 ) -> list[Piece]:
     """List everything that a program has in memory on one rank.
 
     ``state_bytes`` is what the optimizers keep per element, by (optimizer, parameter); states that
     are not in it are left out.  ``sockets`` counts the buffers that reductions on a CPU receive
-    into.  ``ignored`` nodes allocate no result.  No guard is added on a symbolic size.
+    into.  ``ignored`` nodes allocate no result.  ``largest`` counts updates as on the rank whose
+    shard is largest, ``own`` what operators allocate for themselves.  No guard is added on a
+    symbolic size.
     """
     nodes = list(graph.nodes)
-    allocated = _allocated(nodes, *allocations(graph, world_size, ignored, sockets=sockets))
+    found = allocations(
+        graph,
+        world_size,
+        ignored,
+        sockets=sockets,
+        table=table if largest else None,
+        own=own,
+    )
+    allocated = _allocated(nodes, *found)
     states = _states(nodes, table, state_bytes or {})
     return [*_inputs(nodes), *_kept(nodes, table), *states, *allocated, *_staging(nodes)]
 
@@ -172,7 +184,7 @@ def _allocated(
 
     def kind_of(node: fx.Node, part: int, own: bool) -> str:
         if own:
-            return "temporaries" if node.target is ops.update else "staging"
+            return "staging" if ops.is_collective(node) else "temporaries"
         if kind := ops.holds(node):
             return kind
         if role(node) in (Role.GATHER_CAST, Role.PACK):

@@ -97,5 +97,4 @@ def unshard(model: nn.Module, *optimizers: Optimizer | None) -> None:
 def _average(gradient: torch.Tensor, communicator: Any) -> torch.Tensor:
     """The mean over the ranks, in memory of its own.  Collective."""
     average = communicator.wait(communicator.all_reduce_start(gradient, "mean"))
-    communicator.settle()
     return average.reshape(gradient.shape).clone(memory_format=torch.preserve_format)

@@ -219,8 +219,9 @@ class StepRuntime:
             else []
         )
         self._swap_inputs(values)
-        # Kept buffers would be bytes that a budget does not know of.
-        self.communicator.buffers.is_on = self.options.memory_budget is None
+        # Kept buffers would be bytes that a budget does not know of, and a limit may not have.
+        of = self.options
+        self.communicator.buffers.is_on = of.memory_budget is None and of.memory_limit is None
         try:
             results = self._run(values)
         except BaseException as error:
@@ -286,8 +287,6 @@ class StepRuntime:
         with torch.no_grad():
             results = list(self.program(*values))
         self.steps.finish()
-        if self.communicates:
-            self.communicator.settle()
         if self.files is not None:
             self.files.tier.finish()
         self.host_updates.finish()

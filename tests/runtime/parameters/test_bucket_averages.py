@@ -63,7 +63,6 @@ def check_averages(is_native: bool) -> None:
         assert torch.equal(gradient, was), "what was given has changed"
         covered[start:stop] = True
     assert not flat[~covered].any()
-    communicator.settle()
     buckets.end_call()
     communicator.buffers.clear()
 

@@ -211,8 +211,6 @@ class Communicator:
         except Exception as error:
             self._explain(error, pending.kind, started.nbytes)
             raise
-        if not self.buffers.is_on:
-            self.settle()  # a budget counts memory as gone when the program lets go of it
         return started
 
     def free(self, gathered: torch.Tensor) -> None:
@@ -246,7 +244,6 @@ class Communicator:
             return torch.cat([parts[self.mesh.rank_of(shard)] for shard in ranks])
         finally:
             self.buffers.is_on = True
-            self.settle()
 
     def overlaps(self, like: torch.Tensor) -> bool:
         """Return whether tensors like this one travel while the rank computes."""
@@ -263,12 +260,6 @@ class Communicator:
         finally:
             for memory in memories:
                 memory.program = 0
-
-    def settle(self) -> None:
-        """Wait until no other rank reads this one's memory: what comes next may write to it."""
-        for part in self.parts():
-            if part._memory is not None:
-                part._memory.settle()
 
     def abandon(self) -> None:
         """Forget what is in flight, after a step that failed; ranks that wait for it fail too."""

@@ -117,7 +117,6 @@ def _measure(communicator: Communicator, device: torch.device) -> Hardware:
     # By the ranks of all nodes, as all make the same plan.
     numbers = _numbers(mine)
     every = probe.gather_whole(torch.tensor(numbers, dtype=torch.float64, device=device))
-    probe.settle()
     return slowest(
         (_with_numbers(mine, row) for row in every.view(-1, len(numbers)).tolist()),
         source=f"measured, the slowest of {probe.world_size} ranks",
@@ -177,9 +176,7 @@ def own_link(probe: Communicator, device: torch.device) -> Link:
             probe.wait(probe.all_gather_start(shard, ranks))
             probe.wait(probe.reduce_scatter_start(whole, "mean", ranks))
 
-        seconds = _fastest(both, device) / 2
-        probe.settle()  # before these buffers are used again
-        return seconds
+        return _fastest(both, device) / 2
 
     latency_s = exchange(4 * ranks)
     nbytes, seconds = SMALL_BYTES, exchange(SMALL_BYTES)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from zerofx.hardware import PIECE_BYTES
 from zerofx.runtime.comm.gloo import GlooTransport, copy_unless_there
 from zerofx.runtime.comm.peer_memory import PeerMemory
 from zerofx.runtime.comm.transport import REDUCTIONS, Started, Work, divide
@@ -27,7 +28,10 @@ class PeerWork(Work):
         self.number = self.memory.post(self.sources)
 
     def wait(self) -> None:
-        """Read what this rank needs of the others, which may have to start it first."""
+        """Read what this rank needs of the others, which may have to start it first.
+
+        Behind it nobody reads this rank's sources any more.
+        """
         memory = self.memory
         addresses = {
             peer.rank: memory.find(peer, self.number, self.sources) for peer in memory.peers
@@ -43,8 +47,6 @@ class PeerTransport(GlooTransport):
     """
 
     overlaps = False
-
-    PIECE_BYTES = 2**20
 
     def __init__(
         self,
@@ -125,7 +127,7 @@ class PeerTransport(GlooTransport):
         """Reduce the range that begins at ``start`` of every rank's buffer into ``result``."""
         combine = REDUCTIONS[reduction]
         peers = {peer.rank: peer for peer in self.memory.peers}
-        step = max(self.PIECE_BYTES // result.itemsize, 1)
+        step = max(PIECE_BYTES // result.itemsize, 1)
 
         def fetch(rank: int, addresses: list[int], parts: list, into: torch.Tensor) -> torch.Tensor:
             if sum(length for *_, length in parts) < into.numel():

@@ -239,11 +239,17 @@ class PeerMemory:
                     done += self._transfer(peer, (mine,), (its,))
 
     def finish(self, number: int) -> None:
-        """Tell the others that this rank will read no more of a collective."""
+        """Say that this rank will read no more of a collective, and wait until nobody will.
+
+        Its source's memory is this rank's own then: a program counts it as free.
+
+        Raises: RuntimeError if the others do not finish it within the group's timeout.
+        """
         progress = self.board.progress
         progress.finished += 1
         source = self._open.pop(number)
         self._leaving.append(((progress.failures, progress.finished), source))
+        self.settle()
 
     def forget(self) -> bool:
         """Let go of what all others have finished too; return whether nothing is left."""
