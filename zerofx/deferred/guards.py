@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerofx import compat
 from zerofx.deferred.ledger import LEDGER
+from zerofx.deferred.mapped import MAPPED
 from zerofx.deferred.recorder import Recorder
 from zerofx.errors import StepError
 from zerofx.runtime.memory.guard import Guarded, is_saving
@@ -87,13 +88,18 @@ class Reads(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _READS and args and _is_deferred(args[0]):
+        if name in _READS and args and (_is_deferred(args[0]) or _is_copied(name, args[0])):
             return _READS[name](func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
 def _is_deferred(value: Any) -> bool:
     return isinstance(value, Tensor) and LEDGER.memory_of(value) is not None
+
+
+def _is_copied(name: str, value: Any) -> bool:
+    """Return whether it copies a tensor of a mapped file: that is recorded, and not read."""
+    return name == "__deepcopy__" and isinstance(value, Tensor) and MAPPED.hold(value)
 
 
 def _on_value(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 from zerofx import compat
 from zerofx.accelerator import is_accelerator, module_of
 from zerofx.deferred.ledger import LEDGER
+from zerofx.deferred.mapped import MAPPED
 from zerofx.deferred.tape import (
     Constant,
     Draw,
@@ -52,7 +53,7 @@ class Recorder(compat.scalars.DispatchMode):
 
     def _record(self, call: _Call) -> Any:
         if not call.deferred:
-            if not call.tensors and call.returns_tensors:
+            if call.returns_tensors and (not call.tensors or call.is_of_file):
                 return self._make(call)
             self._keep_constants(call.written)
             return call.run()
@@ -238,6 +239,11 @@ class _Call:
             return True
         infos = [result.alias_info for result in self.op._schema.returns]
         return any(info is not None and not info.is_write for info in infos)
+
+    @property
+    def is_of_file(self) -> bool:
+        """Return whether it computes new tensors of what is in mapped files."""
+        return any(map(MAPPED.hold, self.tensors)) and not self.is_view and not self.written
 
     @property
     def is_strided(self) -> bool:
