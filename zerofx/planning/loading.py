@@ -6,15 +6,21 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.planner import LoadItemType
 
 from zerofx import compat
+from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.mapped import MAPPED
+from zerofx.deferred.tape import Source
 from zerofx.options import environment
 
 
@@ -22,29 +28,28 @@ from zerofx.options import environment
 def headers_alone(is_elsewhere: bool) -> Iterator[None]:
     """Map files that are loaded, and read of their tensors what the script reads, when it does.
 
-    Those of ``torch.load`` and of safetensors, with all that is built on them.  Transformers loads
-    in the script's own thread: a recorder does not see others.  ``is_elsewhere``: the script is
-    planned for a device that this machine lacks, and what it loads there is on the CPU.
+    Those of ``torch.load``, safetensors and ``torch.distributed.checkpoint``, with all that is
+    built on them.  Transformers loads in the script's own thread: a recorder does not see others.
+    ``is_elsewhere``: the script is planned for a device that this machine lacks, and what it loads
+    there is on the CPU.
     """
-    patches: list[Any] = [
-        mock.patch.dict(environment(), {"HF_DEACTIVATE_ASYNC_LOAD": "1"}),
-        mock.patch.object(torch, "load", _mapping(torch.load, is_elsewhere)),
-        mock.patch.object(torch.UntypedStorage, "from_file", _from_file),
-    ]
-    if importlib.util.find_spec("safetensors") is not None:
-        import safetensors.torch
+    with contextlib.ExitStack() as patches:
+        patch = patches.enter_context
+        patch(mock.patch.dict(environment(), {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
+        patch(mock.patch.object(torch, "load", _mapping(torch.load, is_elsewhere)))
+        patch(mock.patch.object(torch.UntypedStorage, "from_file", _from_file))
+        patch(mock.patch.object(dcp, "load", _reading_later(dcp.load)))
+        if importlib.util.find_spec("safetensors") is not None:
+            import safetensors.torch
 
-        if hasattr(safetensors.torch, "_remove_duplicate_names"):
-            patches.append(
-                mock.patch.object(safetensors.torch, "_remove_duplicate_names", names_twice)
-            )
-    try:
-        with contextlib.ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(patch)
-            yield
-    finally:
-        MAPPED.forget()
+            patch(_in_all_modules(safetensors.safe_open, _opening(is_elsewhere)))
+            name = "_remove_duplicate_names"  # of load_model
+            patch(mock.patch.object(safetensors.torch, name, names_twice, create=True))
+        patches.callback(MAPPED.forget)
+        yield
+
+
+# torch.load and safetensors
 
 
 _map_storage = torch.UntypedStorage.from_file
@@ -62,7 +67,7 @@ def _mapping(load: Callable, is_elsewhere: bool) -> Callable:
 
     @functools.wraps(load)
     def mapping(f, map_location=None, *args, **options):
-        if is_elsewhere and not callable(map_location) and str(map_location) != "meta":
+        if is_elsewhere and str(map_location) != "meta":
             map_location = "cpu"
         path = _path_of(f)
         if path is not None and _is_zip(path):
@@ -92,6 +97,35 @@ def _is_zip(path: str) -> bool:
         return False  # torch says what is wrong
 
 
+def _opening(is_elsewhere: bool) -> Callable:
+    """Return ``safetensors.safe_open`` that maps its file."""
+    import safetensors
+
+    original = safetensors.safe_open
+
+    def safe_open(filename, framework, device="cpu", **_backend):
+        return original(filename, framework, device="cpu" if is_elsewhere else device)
+
+    return safe_open
+
+
+@contextlib.contextmanager
+def _in_all_modules(value: Any, instead: Any) -> Iterator[None]:
+    """Exchange what modules have imported, or import meanwhile, under any name."""
+
+    def exchange(old: Any, new: Any) -> None:
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", {})
+            for name in [name for name, one in names.items() if one is old]:
+                names[name] = new
+
+    exchange(value, instead)
+    try:
+        yield
+    finally:
+        exchange(instead, value)
+
+
 def names_twice(
     tensors: Mapping[str, Tensor],
     *,
@@ -116,3 +150,69 @@ def names_twice(
             kept = min([one for one in names if one in preferred_names] or best)
             twice[kept] = sorted(one for one in names if one != kept)
     return twice
+
+
+# torch.distributed.checkpoint
+
+
+def _reading_later(load: Callable) -> Callable:
+    """Return ``dcp.load`` that reads a tensor when its values are needed, and all else at once."""
+
+    @functools.wraps(load)
+    def reading_later(state_dict, *, checkpoint_id=None, storage_reader=None, **options):
+        if storage_reader is None and checkpoint_id is not None:
+            storage_reader = dcp.FileSystemReader(checkpoint_id)
+        options |= {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader}
+        options["no_dist"] = True  # the ranks that a plan is for are not there
+        if storage_reader is None:
+            return load(state_dict, **options)
+        later = functools.partial(_read_later, storage_reader.read_data)
+        with mock.patch.object(storage_reader, "read_data", later):
+            return load(state_dict, **options)
+
+    return reading_later
+
+
+def _read_later(read_data: Callable, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
+    """Do as ``StorageReader.read_data`` does, but for tensors that have been recorded."""
+    at_once = []
+    for item in plan.items:
+        target = planner.resolve_tensor(item) if item.type is LoadItemType.TENSOR else None
+        if target is None or LEDGER.memory_of(target) is None:
+            at_once.append(item)
+        else:
+            one = replace(plan, items=[item])
+            read = functools.partial(_read_one, read_data, one, target.dtype)
+            name = f"{item.storage_index.fqn} of a checkpoint"
+            LEDGER.fill_later(target, Source(name, read, lambda: None))
+            planner.commit_tensor(item, target)
+    return read_data(replace(plan, items=at_once), planner)
+
+
+def _read_one(
+    read_data: Callable,
+    plan: dcp.LoadPlan,
+    dtype: torch.dtype,
+    order: Sequence[int],
+    start: int,
+    stop: int,
+    into: Tensor,
+) -> None:
+    """Read a flat range of the one tensor of a plan."""
+    whole = torch.empty(plan.items[0].lengths, dtype=dtype)
+    read_data(plan, _Into(whole)).wait()
+    into.copy_(whole.permute(order).reshape(-1)[start:stop])
+
+
+class _Into(dcp.DefaultLoadPlanner):
+    """Has whatever is read put into one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def resolve_tensor(self, read_item: Any) -> Tensor:
+        return self._tensor
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        pass
