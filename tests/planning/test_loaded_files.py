@@ -184,6 +184,13 @@ def files(tmp_path):
         "sum, double = one.sum().item(), one * 2\n"
         "same.zero_()\n"
         "assert one.sum().item() == 0 and abs(double.sum().item() - 2 * sum) < 1e-5 and sum",
+        # Through what is open, from where it is.
+        "import os\n"
+        "file = open('b.pt', 'rb')\n"
+        "os.rename('b.pt', 'c.pt')\n"
+        "assert torch.load(file)['scale'].sum() == 15\n"
+        "os.rename('c.pt', 'b.pt')\n"
+        "assert torch.load(os.fdopen(os.open('b.pt', os.O_RDONLY), 'rb'))['step'] == 7",
         "torch.save(torch.load('b.pt'), 'c.pt')\nassert torch.load('c.pt')['scale'].sum() == 15",
         "model.register_buffer('scale', torch.load('b.pt')['scale'])\n"
         "assert model.scale.max().item() == 5",

@@ -82,10 +82,11 @@ def _path_of(file: Any) -> str | None:
     if isinstance(file, str | os.PathLike):
         return os.fspath(file)
     try:
-        is_it = file.tell() == 0 and os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
-    except (AttributeError, OSError, TypeError):  # it is no file, or has been moved
+        path = os.path.abspath(file.name)
+        is_it = file.tell() == 0 and os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except (AttributeError, OSError, TypeError, ValueError):  # no file, closed, or without a name
         return None
-    return os.fspath(file.name) if is_it else None
+    return path if is_it else None
 
 
 def _is_zip(path: str) -> bool:
