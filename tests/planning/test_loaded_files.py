@@ -164,6 +164,14 @@ def files(tmp_path):
         "assert torch.load('b.pt')['scale'].sum().item() == 15",
         "assert torch.load('b.pt')['scale'].double().tolist() == [0, 1, 2, 3, 4, 5]",
         "assert (torch.load('b.pt')['scale'].numpy() + 1).sum() == 21",
+        "one = torch.load('b.pt')['scale']\n"
+        "double = one * 2\n"
+        "try:\n"
+        "    array = one.numpy()\n"
+        "    array += 1\n"
+        "except ValueError:\n"
+        "    pass\n"
+        "assert double.sum().item() == 30",
         "assert 'tensor([0., 1., 2.' in repr(torch.load('b.pt')['scale'])",
         "import copy\nassert copy.deepcopy(torch.load('b.pt')['scale']).sum().item() == 15",
         "torch.set_rng_state(torch.load('b.pt')['rng'])\n"
