@@ -344,6 +344,20 @@ def test_a_checkpoint_of_torch_distributed(captured, tmp_path):
     captured("dcp.load({'model': model.state_dict()}, checkpoint_id='folder')")
 
 
+def test_a_reader_of_two_checkpoints(captured, tmp_path):
+    """What is read later is of the first, although the reader has gone on to the second."""
+    scale = {"scale": torch.arange(6.0).view(2, 3)}
+    dcp.save(scale, checkpoint_id=tmp_path / "folder", no_dist=True)
+    dcp.save({"scale": torch.ones(6)}, checkpoint_id=tmp_path / "other", no_dist=True)
+    captured("""
+        reader = dcp.FileSystemReader("folder")
+        first, second = {"scale": torch.zeros(2, 3)}, {"scale": torch.zeros(6)}
+        dcp.load(first, storage_reader=reader)
+        dcp.load(second, storage_reader=reader, checkpoint_id="other")
+        assert first["scale"].sum().item() == 15 and second["scale"].sum().item() == 6
+    """)
+
+
 @pytest.mark.slow(reason="transformers is imported, and a step of a model of it is traced")
 @pytest.mark.parametrize("options", ["", "dtype=torch.bfloat16", "torch_dtype='auto'"])
 def test_from_pretrained_reads_headers(captured, tmp_path, options):

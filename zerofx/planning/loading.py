@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib.util
 import os
@@ -161,14 +162,21 @@ def _reading_later(load: Callable) -> Callable:
 
     @functools.wraps(load)
     def reading_later(state_dict, *, checkpoint_id=None, storage_reader=None, **options):
-        if storage_reader is None and checkpoint_id is not None:
+        is_folder = checkpoint_id is not None and dcp.FileSystemReader.validate_checkpoint_id(
+            checkpoint_id
+        )
+        if storage_reader is None and is_folder:
             storage_reader = dcp.FileSystemReader(checkpoint_id)
         options |= {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader}
         options["no_dist"] = True  # the ranks that a plan is for are not there
         if storage_reader is None:
             return load(state_dict, **options)
-        later = functools.partial(_read_later, storage_reader.read_data)
-        with mock.patch.object(storage_reader, "read_data", later):
+
+        def read_data(plan, planner):
+            now = copy.copy(storage_reader)  # the script may use it for another checkpoint
+            return _read_later(functools.partial(type(now).read_data, now), plan, planner)
+
+        with mock.patch.object(storage_reader, "read_data", read_data):
             return load(state_dict, **options)
 
     return reading_later
