@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerofx import compat
 from zerofx.deferred.ledger import LEDGER
+from zerofx.deferred.mapped import MAPPED
 from zerofx.deferred.recorder import Recorder
 from zerofx.errors import StepError
 from zerofx.runtime.memory.guard import Guarded, is_saving
@@ -87,7 +88,7 @@ class Reads(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _READS and args and _is_deferred(args[0]):
+        if name in _READS and args and (_is_deferred(args[0]) or _is_of_file(name, args[0])):
             return _READS[name](func, *args, **kwargs)
         return func(*args, **kwargs)
 
@@ -96,13 +97,21 @@ def _is_deferred(value: Any) -> bool:
     return isinstance(value, Tensor) and LEDGER.memory_of(value) is not None
 
 
+def _is_of_file(name: str, value: Any) -> bool:
+    """Return whether it copies a tensor of a mapped file, or looks at its memory as an array."""
+    if name not in ("__deepcopy__", "numpy", "__array__"):
+        return False
+    return isinstance(value, Tensor) and MAPPED.hold(value)
+
+
 def _on_value(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     return func(LEDGER.value_of(tensor), *args, **kwargs)
 
 
 def _as_array(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """An array that refuses to be written to, for the tensor would not see it."""
-    array = func(LEDGER.value_of(tensor.detach()), *args, **kwargs)
+    tensor = tensor.detach()
+    array = func(LEDGER.value_of(tensor) if _is_deferred(tensor) else tensor, *args, **kwargs)
     array.flags.writeable = False
     return array
 

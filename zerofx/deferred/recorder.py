@@ -14,6 +14,7 @@ from torch import Tensor
 from zerofx import compat
 from zerofx.accelerator import is_accelerator, module_of
 from zerofx.deferred.ledger import LEDGER
+from zerofx.deferred.mapped import MAPPED
 from zerofx.deferred.tape import (
     Constant,
     Draw,
@@ -40,8 +41,8 @@ class Recorder(compat.scalars.DispatchMode):
     def __init__(self, exact: bool) -> None:
         super().__init__()
         self.exact = exact
-        # By storage; after the block nobody sees writes any more, and their versions tell.
-        self._constants: dict[int, WeakSet[Constant]] = defaultdict(WeakSet)
+        # By their place; after the block nobody sees writes any more, and their versions tell.
+        self._constants: dict[tuple[str, int], WeakSet[Constant]] = defaultdict(WeakSet)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -52,7 +53,7 @@ class Recorder(compat.scalars.DispatchMode):
 
     def _record(self, call: _Call) -> Any:
         if not call.deferred:
-            if not call.tensors and call.returns_tensors:
+            if call.returns_tensors and (not call.tensors or call.is_of_file):
                 return self._make(call)
             self._keep_constants(call.written)
             return call.run()
@@ -137,7 +138,7 @@ class Recorder(compat.scalars.DispatchMode):
                 if memory is None:
                     constant = Constant(value)
                     if not constant.is_copy:
-                        self._constants[compat.tensors.storage_key(value)].add(constant)
+                        self._constants[_place(value)].add(constant)
                     return constant
                 operand = Operand.of(value, memory)
                 if call.overwrites and any(value is one for one in written):
@@ -157,7 +158,7 @@ class Recorder(compat.scalars.DispatchMode):
     def _keep_constants(self, written: Iterable[Tensor]) -> None:
         """Copy what recorded operations read of the memory of these, before it is written to."""
         for tensor in written if self._constants else ():
-            for constant in self._constants.pop(compat.tensors.storage_key(tensor), ()):
+            for constant in self._constants.pop(_place(tensor), ()):
                 constant.keep()
 
     # Random numbers
@@ -240,6 +241,11 @@ class _Call:
         return any(info is not None and not info.is_write for info in infos)
 
     @property
+    def is_of_file(self) -> bool:
+        """Return whether it computes new tensors of what is in mapped files."""
+        return any(map(MAPPED.hold, self.tensors)) and not self.is_view and not self.written
+
+    @property
     def is_strided(self) -> bool:
         layout = self.keywords.get("layout")
         return layout in (None, torch.strided) and not self.keywords.get("pin_memory")
@@ -261,6 +267,13 @@ class _Call:
         are_arguments = [result.alias_info is not None for result in self.op._schema.returns]
         results = self.written[: sum(are_arguments)]
         return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def _place(tensor: Tensor) -> tuple[str, int]:
+    """Return the same for tensors that are in one memory."""
+    if MAPPED.hold(tensor):  # storages that begin at one byte of a file
+        return "file", tensor.untyped_storage().data_ptr()
+    return "storage", compat.tensors.storage_key(tensor)
 
 
 def _like(shape: Tensor, device: torch.device) -> Tensor:

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.accelerator import is_accelerator, module_of
+from zerofx.deferred.mapped import MAPPED
 from zerofx.errors import StepError
 from zerofx.ir.parameters import storage_order
 
 _COPIED_BYTES = 1024 * 1024
-"""Tensors that a recorded operation reads are copied up to here; larger ones are referred to."""
+"""Tensors that a recorded operation reads are copied up to here; larger ones are referred to.
+
+So are those in mapped files."""
 
 
 class Memory:
@@ -94,7 +97,8 @@ class Constant:
         is_lent = not tensor.untyped_storage().resizable()  # numpy's, or shared: written unseen
         self.tensor = tensor  # not detached: below autograd that would have its own version
         self.is_copy = False
-        if tensor.nbytes <= _COPIED_BYTES or is_lent or tensor.is_inference():
+        is_small = tensor.nbytes <= _COPIED_BYTES
+        if tensor.is_inference() or ((is_small or is_lent) and not MAPPED.hold(tensor)):
             self.keep()
         else:
             self._version = tensor._version

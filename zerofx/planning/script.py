@@ -22,6 +22,7 @@ from zerofx.deferred.block import add_mode, never_made
 from zerofx.devices import Device
 from zerofx.errors import CommandError
 from zerofx.options import environment
+from zerofx.planning.loading import headers_alone
 from zerofx.planning.stand_in import answering_for, standing_in
 from zerofx.planning.stopped import Stopped, StoppedCall, stop
 
@@ -64,6 +65,7 @@ def call_of(
             patches.enter_context(_as_rank_0(script, arguments, ranks, ranks_of_node, note))
             if device is not None:
                 patches.enter_context(standing_in(device))
+            patches.enter_context(headers_alone(is_elsewhere=device is not None))
             patches.enter_context(never_made(refuse))
             if device is not None:
                 add_mode(answering_for(device, ranks_of_node))
