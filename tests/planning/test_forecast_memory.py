@@ -155,7 +155,7 @@ def within(name: str, limits: list[int]) -> list[tuple[int, int]]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", (1, 2))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ("MLP", "GPT", "narrow convolution"))
 def test_a_limit_is_kept_and_refused_only_below_what_is_needed(ranks, name, world_size):  # noqa: F811
     """Without offload, for host memory is the same allocator's here."""
 
@@ -165,7 +165,7 @@ def test_a_limit_is_kept_and_refused_only_below_what_is_needed(ranks, name, worl
     least = max(needed for ((_, needed),) in run(1000))
     most = max(held for ((held, _),) in run(10**9))
     draw = random.Random(name)
-    limits = [least, *(int(draw.uniform(0.9 * least, 1.1 * most)) for _ in range(17))]
+    limits = [least, *(int(draw.uniform(0.9 * least, 1.1 * most)) for _ in range(4))]
     every = run(*limits)
     for limit, *of in zip(limits, *every, strict=True):
         for held, needed in of:

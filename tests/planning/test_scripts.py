@@ -106,6 +106,22 @@ def test_what_else_the_script_does_changes_nothing(planned, before, after):
     assert status == 0 and "gpu:3,node:1" in out
 
 
+@pytest.mark.slow(reason="a larger model, for which programs are chosen")
+def test_parameters_that_are_made_whole_fit_only_deferred(planned):
+    """At stage 3 a rank of 8 never holds again the 256 MiB that it makes at first."""
+    layers = "[torch.nn.Linear(2048, 2048) for _ in range(16)]"
+    code = textwrap.dedent(SCRIPT).replace("layers = [", f"layers = {layers}\n_ = [")
+    code = code.replace('"4"', '"8"')
+    words = ["--ranks", "8", "--memory-limit", "0.2"]
+    status, out, err = planned(code, *words, arguments=["2048"])
+    assert status == 0, err
+    assert "fits with deferred_init" in out and "whole at first (computed)" in out
+    code = code.replace("layers = [torch", "with zerofx.deferred_init():\n  layers = [torch")
+    status, out, err = planned(code, *words, arguments=["2048"])
+    assert status == 0, err
+    assert ", fits" in out and "deferred_init" not in out and "whole at first" not in out
+
+
 def test_figures_and_a_limit_are_given(planned):
     words = ["--hardware", "latency_s=1e-3 bytes_per_s=1e6", "--memory-limit", "0.001"]
     status, out, err = planned(SCRIPT, "--ranks", "4", *words, arguments=["64"])

@@ -199,7 +199,7 @@ def test_nothing_fits():
 
 
 def test_what_fits_on_more_ranks_says_on_how_many():
-    with pytest.raises(BudgetError, match="give it that much, train on 4 ranks, where stage 3 fits"):
+    with pytest.raises(BudgetError, match="train on 4 ranks, where stage 3 fits"):
         run(auto(plain, 8_000_000, offload=()), built(), [0])
 
 

@@ -314,8 +314,8 @@ class Search:
             raise StepError("; ".join(f"{name}: {why}" for name, why in self.refused.items()))
         self.least += [(form.needs, form.options) for form in self.tried.values()]
         needs, options = min(self.least, key=lambda pair: pair[0])
-        most_cut = dict(zip(("stage", "outer_stage"), self._stages()[0], strict=True))
-        forms = [options, replace(options, **most_cut)]
+        stage, outer = self._stages()[0]  # what cuts most
+        forms = [options, replace(options, stage=stage, outer_stage=outer)]
         number, fits = enough(self.step, self.ranks, forms, self.limit)
         more = "with a smaller batch"
         if fits is not None:

@@ -16,6 +16,7 @@ from zerofx.compiler.facts import bytes_kept, context_of
 from zerofx.compiler.rewrite import Rewritten, in_parameters, rewritten
 from zerofx.cost.outside import Row, Span, outside_bytes
 from zerofx.cost.own import own_bytes
+from zerofx.cost.program import Own
 from zerofx.cost.timeline import (
     StepTime,
     Timeline,
@@ -76,11 +77,11 @@ class Forecast:
             own=self._own(),
         )
 
-    def _own(self) -> Mapping[fx.Node, int]:
+    def _own(self) -> Mapping[fx.Node, Own]:
         """Return what operators allocate for themselves, as far as that is known."""
         ctx, nodes = self.rewritten.ctx, self.rewritten.gm.graph.nodes
         if ctx.options.lowering == "inductor":  # one kernel, which needs nothing beside its results
-            return {node: 0 for node in nodes if node.target is ops.update}
+            return {node: Own(0) for node in nodes if node.target is ops.update}
         is_here = all(info.device.type == "cpu" for info in ctx.table)
         return own_bytes(nodes) if is_here else {}
 

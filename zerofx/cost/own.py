@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zerofx import compat
-from zerofx.cost.program import flops
+from zerofx.cost.program import Own, flops
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.sizes import hinted_bytes
@@ -23,12 +23,12 @@ LARGEST_BYTES = 2**28
 MOST_FLOPS = 4e9
 """Calls that take more, operands and results together, are not run: that would take too long."""
 
-_KNOWN: dict[Hashable, int] = {}
+_KNOWN: dict[Hashable, Own] = {}
 """What has been found, by the call."""
 
 
-def own_bytes(nodes: Iterable[fx.Node]) -> Mapping[fx.Node, int]:
-    """Return what each of torch's operators allocates for itself on this machine's CPU.
+def own_bytes(nodes: Iterable[fx.Node]) -> Mapping[fx.Node, Own]:
+    """Return what torch's operators allocate for themselves on this machine's CPU, if anything.
 
     Calls that are not known yet are run once, on zeros.  Left out are those that are too large,
     that make views or fail, and all of them while a profiler runs already.
@@ -37,7 +37,8 @@ def own_bytes(nodes: Iterable[fx.Node]) -> Mapping[fx.Node, int]:
     unknown = {call: node for node, call in calls.items() if call not in _KNOWN}
     if unknown and not compat.tensors.is_profiled():
         _KNOWN.update(_measured(unknown))
-    return {node: nbytes for node, call in calls.items() if (nbytes := _KNOWN.get(call, 0))}
+    found = {node: _KNOWN[call] for node, call in calls.items() if call in _KNOWN}
+    return {node: own for node, own in found.items() if any(own)}
 
 
 def _is_measured(node: fx.Node) -> bool:
@@ -71,9 +72,12 @@ def _hints(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(map(compat.aot.size_hint, sizes))
 
 
-def _measured(calls: Mapping[Hashable, fx.Node]) -> dict[Hashable, int]:
-    """Run calls under torch's profiler; return what each has had at most beside its results."""
-    found = dict.fromkeys(calls, 0)
+def _measured(calls: Mapping[Hashable, fx.Node]) -> dict[Hashable, Own]:
+    """Run calls under torch's profiler; return what each has had at most beside its results.
+
+    Some results lie in more memory than they fill, as the mean of ``aten.mse_loss`` does.
+    """
+    found = dict.fromkeys(calls, Own(0))
     ran: dict[str, Hashable] = {}
     profiler = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -104,7 +108,9 @@ def _measured(calls: Mapping[Hashable, fx.Node]) -> dict[Hashable, int]:
             for _, change in changes[bisect.bisect(times, begin) : bisect.bisect(times, end)]:
                 alive += change
                 most = max(most, alive)
-            found[ran[event.name()]] = most - max(alive, 0)
+            call, alive = ran[event.name()], max(alive, 0)
+            kept = max(alive - hinted_bytes(calls[call]), 0)
+            found[call] = Own(most - alive, kept)
     return found
 
 

@@ -82,7 +82,7 @@ def allocations(
     *,
     sockets: bool = False,
     table: ParameterTable | None = None,
-    own: Mapping[fx.Node, int] | None = None,
+    own: Mapping[fx.Node, Own] | None = None,
 ) -> tuple[list[Allocation], dict[fx.Node, set[tuple[fx.Node, int]]]]:
     """Return what ``live_bytes`` counts, one by one, and the (node, part) that a result lies in.
 
@@ -95,6 +95,16 @@ def allocations(
     return list(memory.of(list(graph.nodes))), memory.roots
 
 
+class Own(NamedTuple):
+    """What an operator allocates ``during`` its call beside results, and keeps behind them.
+
+    Units: bytes.
+    """
+
+    during: int
+    kept: int = 0
+
+
 @dataclass
 class _Memory:
     """The allocations of a program's nodes, and those that each result lies in."""
@@ -104,7 +114,7 @@ class _Memory:
     bytes_of: Callable[[Any], int]
     table: ParameterTable | None = None
     ignored: Collection[fx.Node] = ()
-    own: Mapping[fx.Node, int] = field(default_factory=dict)
+    own: Mapping[fx.Node, Own] = field(default_factory=dict)
     roots: dict[fx.Node, set[tuple[fx.Node, int]]] = field(default_factory=dict)
     sizes: dict[tuple[fx.Node, int], int] = field(default_factory=dict)
 
@@ -127,7 +137,7 @@ class _Memory:
     def _own_bytes(self, node: fx.Node) -> int:
         """Bytes that a node allocates for itself."""
         if node in self.own:
-            return self.own[node]
+            return self.own[node].during
         if node.target is ops.on_owners:
             return OWNER_TEMPORARIES * owned_bytes(
                 node, ops.num_shards(node.graph, self.world_size), self.table
@@ -179,6 +189,8 @@ class _Memory:
         parts = value if isinstance(value, (tuple, list)) else [value]
         made = [(node, at) for at, part in enumerate(parts) if isinstance(part, torch.Tensor)]
         self.sizes |= {(node, at): self.bytes_of(parts[at]) for _, at in made}
+        if made and node in self.own:
+            self.sizes[made[0]] += self.own[node].kept
         return set(made)
 
 

@@ -7,6 +7,7 @@ import linecache
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -47,6 +48,7 @@ def call_of(
         raise CommandError(f"{script} is no file: give the training script, as to torchrun")
     found: list[StoppedCall] = []
     refused: list[str] = []
+    deferring: list[str] = []
 
     def refuse(what: str) -> NoReturn:
         refused.append(f"{_line_of(script)}: {what}, and a plan never makes parameters. {_MOVE}")
@@ -59,10 +61,17 @@ def call_of(
             found.append(stopped.call)
             raise
 
+    @contextlib.contextmanager
+    def deferred_init(**_options: Any) -> Iterator[None]:
+        deferring.append("deferred_init")
+        yield
+
     words = f"{script} has come to its end and called no zero-compiled function."
     try:
         with contextlib.ExitStack() as patches:
             patches.enter_context(_as_rank_0(script, arguments, ranks, ranks_of_node, note))
+            package = sys.modules["zerofx"]
+            patches.enter_context(mock.patch.object(package, "deferred_init", deferred_init))
             if device is not None:
                 patches.enter_context(standing_in(device))
             patches.enter_context(headers_alone(is_elsewhere=device is not None))
@@ -81,7 +90,8 @@ def call_of(
         raise CommandError(refused[0])
     if not found:
         raise CommandError(f"{words} {_NEEDED}")
-    return found[0] if device is None else found[0].on_device(device.kind)
+    call = replace(found[0], makes_whole=not deferring)
+    return call if device is None else call.on_device(device.kind)
 
 
 _NEEDED = (
@@ -111,11 +121,6 @@ def _line_of(script: Path) -> str:
     return script.name
 
 
-@contextlib.contextmanager
-def _same_block(**_options: Any) -> Iterator[None]:
-    yield
-
-
 def _nothing(*_args: Any, **_options: Any) -> None:
     return None
 
@@ -125,7 +130,6 @@ def _no_extra(*_args: Any, **_options: Any) -> dict[str, Any]:
 
 
 _INSTEAD: dict[str, Callable[..., Any]] = {
-    "deferred_init": _same_block,
     "materialize": _nothing,
     "resume": _no_extra,
     "load": _no_extra,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from zerofx.cost.program import Allocation, allocations
+from zerofx.cost.program import Allocation, Own, allocations
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, memory_of
 from zerofx.ir.graph import is_backward, updated_by
@@ -67,7 +67,7 @@ def pieces_of(
     sockets: bool = False,
     state_bytes: Mapping[tuple[int, int], float] | None = None,
     largest: bool = False,
-    own: Mapping[fx.Node, int] | None = None,
+    own: Mapping[fx.Node, Own] | None = None,
 ) -> list[Piece]:
     """List everything that a program has in memory on one rank.
 
