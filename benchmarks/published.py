@@ -67,8 +67,8 @@ FMS = "foundation-model-stack/fms-fsdp, README.md at 0d31998 (2024)"
 
 
 UNCOMPILED = (
-    "a plan is of one compiled program; torchtitan's own compiled run of this step reserves 5.4 GiB "
-    "less than this one"
+    "a plan is of one compiled program; torchtitan's own compiled run of this step reserves "
+    "5.4 GiB less than this one"
 )
 
 
