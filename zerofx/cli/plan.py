@@ -12,6 +12,7 @@ from typing import Any
 from zerofx import hardware
 from zerofx.devices import DEVICES, device_named
 from zerofx.errors import CommandError
+from zerofx.planning import picture
 from zerofx.planning.models import LENGTH, call_of_model, shipped
 from zerofx.planning.plan import axes_of, plan_of, ranks_of_node
 from zerofx.planning.script import call_of
@@ -64,6 +65,12 @@ def add_to(subparsers: Any) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to a file too")
     parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw memory by kind and time by lane too: a .png, .svg or .pdf; it takes matplotlib",
+    )
+    parser.add_argument(
         "--compare",
         nargs=2,
         type=Path,
@@ -77,8 +84,16 @@ def add_to(subparsers: Any) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Print the plan of a script's first compiled call, or compare two that there are."""
+    if chosen.picture:
+        picture.check(chosen.picture)
     if chosen.compare:
-        print(compared(*map(_read, chosen.compare)))
+        one, other = map(_read, chosen.compare)
+        print(compared(one, other))
+        if chosen.picture:
+            ranks = [f"{plan['ranks']} rank(s)" for plan in (one, other)]
+            picture.draw(
+                [one, other], chosen.picture, [f"first: {ranks[0]}", f"second: {ranks[1]}"]
+            )
         return 0
     _check(chosen)
     meshes = [_axes(chosen, ranks) for ranks in chosen.sweep or [chosen.ranks]]
@@ -90,6 +105,8 @@ def run(chosen: argparse.Namespace) -> int:
     if of_model:
         print(of_model.words)
     print(text_of(plans))
+    if chosen.picture:
+        picture.draw(plans, chosen.picture)
     return 0
 
 
@@ -176,6 +193,6 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise CommandError(f"{path} is no plan: {error}") from None
     if not isinstance(facts, dict) or "stages" not in facts:
         raise CommandError(f"{path} is no plan of one number of ranks: write it with plan --json")
-    if any({"device_bytes", "expected_s"} - set(of) for of in facts["stages"].values()):
+    if any({"device_bytes", "expected_s", "lanes_s"} - set(of) for of in facts["stages"].values()):
         raise CommandError(f"{path} is a plan of another version of zerofx: write it again")
     return facts

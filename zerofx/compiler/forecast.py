@@ -186,6 +186,7 @@ class Forecast:
             "bound_s": self.timeline.bound_s,
             "waits_s": self.timeline.exposed_s,
             "limited_by": self.timeline.busiest,
+            "lanes_s": {lane: each_s for lane, each_s in self.timeline.lanes.items() if each_s},
         }
 
 

@@ -20,6 +20,7 @@ MISSING = (
 MEMORY = {
     "parameters": "#0072b2",
     "optimizer states": "#56b4e9",
+    "errors of wires": "#332288",
     "inputs": "#8c8c8c",
     "gathered parameters": "#e69f00",
     "gradients": "#d55e00",
@@ -79,9 +80,15 @@ def draw(trace: dict[str, Any], path: Path) -> None:
         figure.savefig(part, format="png", dpi=100)
 
 
-def _draw_memory(axis: Any, counted: Sequence[Event], place: str, end_us: float) -> None:
+def mark_bytes(axis: Any, most: int, ticks: int) -> None:
+    """Put at most so many ticks on an axis of bytes, at multiples of a power of two."""
     from matplotlib.ticker import MultipleLocator
 
+    axis.set_major_locator(MultipleLocator(2.0 ** math.ceil(math.log2(most / ticks))))
+    axis.set_major_formatter(lambda nbytes, _: size_text(int(nbytes)).replace(".00", ""))
+
+
+def _draw_memory(axis: Any, counted: Sequence[Event], place: str, end_us: float) -> None:
     kinds = [kind for kind in KINDS[place] if kind in counted[0]["args"]]
     times = [*(event["ts"] for event in counted), end_us]
     columns = [[event["args"][kind] for event in (*counted, counted[-1])] for kind in kinds]
@@ -102,8 +109,7 @@ def _draw_memory(axis: Any, counted: Sequence[Event], place: str, end_us: float)
     )
     room, ticks = (1.15, 6) if place == "device" else (1.4, 3)
     axis.set_ylim(0, room * max(totals))
-    axis.yaxis.set_major_locator(MultipleLocator(2.0 ** math.ceil(math.log2(max(totals) / ticks))))
-    axis.yaxis.set_major_formatter(lambda nbytes, _: size_text(int(nbytes)).replace(".00", ""))
+    mark_bytes(axis.yaxis, max(totals), ticks)
     axis.set_ylabel(f"{place} memory", fontsize=8)
     axis.tick_params(labelsize=8)
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, reverse=True)
