@@ -220,6 +220,18 @@ def test_attention_on_a_cpu_is_counted_whatever_torch_counts():
     assert flops(node) == 2 * 2 * (2 * 3) * 5 * 5 * 8
 
 
+@pytest.mark.parametrize("length, share", [(64, 1.0), (128, 1.0), (512, 0.625)])
+def test_of_causal_attention_the_blocks_that_are_not_masked_count(length, share):
+    q = torch.empty(1, 2, length, 8)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    whole, causal = (call(forward, q, q, q, 0.0, masked) for masked in (False, True))
+    assert flops(causal) == share * flops(whole) > 0
+    made = causal.meta["val"]
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    whole, causal = (call(backward, q, q, q, q, *made, 0.0, masked) for masked in (False, True))
+    assert flops(causal) == share * flops(whole) > 0
+
+
 def test_a_convolutions_gradients_are_counted_though_one_is_not_wanted():
     dy, x, w = torch.empty(2, 5, 4, 4), torch.empty(2, 3, 6, 6), torch.empty(5, 3, 3, 3)
     sizes = ([5], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import re
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -60,9 +61,8 @@ MODELS = {
 }
 
 
-def training(name: str) -> tuple:
-    """A step of a model, and what it is called with."""
-    build, loss_of, batch = MODELS[name]
+def step_of(name: str) -> Callable:
+    _, loss_of, _ = MODELS[name]
 
     def step(model, optimizer, *batch):
         loss = loss_of(model, *batch)
@@ -74,8 +74,18 @@ def training(name: str) -> tuple:
     torch._dynamo.reset()
     gc.collect()
     torch.manual_seed(0)
+    return step
+
+
+def given_to(name: str) -> tuple:
+    build, _, batch = MODELS[name]
     model = build()
-    return step, (model, torch.optim.AdamW(model.parameters()), *batch())
+    return model, torch.optim.AdamW(model.parameters()), *batch()
+
+
+def training(name: str) -> tuple[Callable, tuple]:
+    """A step of a model, and what it is called with."""
+    return step_of(name), given_to(name)
 
 
 def forecast(name: str, stage: int, ranks: int) -> Forecast:
@@ -127,30 +137,26 @@ def test_the_rank_that_takes_most_allocates_what_the_plan_says(ranks, name):  # 
     assert abs(predicted(name, 3, 2) - most) <= SCALARS
 
 
+def held_within(name: str, limit: int) -> tuple[int, int]:
+    """What a process holds at most in a step, and 0; or 0, and what it says that it needs."""
+    options = {**FIGURES, "plan": "auto", "memory_limit": limit, "offload": ()}
+    compiled = torch.compile(step_of(name), backend="zero", options=options)
+    try:
+        with Allocations() as life:
+            given = given_to(name)
+            for _ in range(3):
+                compiled(*given)
+            gc.collect()
+    except BudgetError as error:
+        return 0, int(re.search(r"rank's device is (\d+)", str(error))[1])
+    held = sum(change for _, change in life.changes)
+    with Allocations() as allocations:
+        compiled(*given)
+    return held + allocations.peak_nbytes, 0
+
+
 def within(name: str, limits: list[int]) -> list[tuple[int, int]]:
-    """For each limit, what a process holds at most in a step; or what it needs at least."""
-    found = []
-    for limit in limits:
-        step, (_, _, *batch) = training(name)
-        options = {**FIGURES, "plan": "auto", "memory_limit": limit, "offload": ()}
-        compiled = torch.compile(step, backend="zero", options=options)
-        try:
-            with Allocations() as life:
-                torch.manual_seed(0)
-                model = MODELS[name][0]()
-                optimizer = torch.optim.AdamW(model.parameters())
-                batch = [part.clone() for part in batch]
-                for _ in range(3):
-                    compiled(model, optimizer, *batch)
-                gc.collect()
-        except BudgetError as error:
-            found.append((0, int(re.search(r"rank's device is (\d+)", str(error))[1])))
-            continue
-        held = sum(change for _, change in life.changes)
-        with Allocations() as allocations:
-            compiled(model, optimizer, *batch)
-        found.append((held + allocations.peak_nbytes, 0))
-    return found
+    return [held_within(name, limit) for limit in limits]
 
 
 @pytest.mark.nightly

@@ -291,7 +291,8 @@ def owned_bytes(node: fx.Node, world_size: int, table: ParameterTable | None = N
 def flops(node: fx.Node) -> int:
     """Floating point operations of matrix products, convolutions and attention; 0 of others.
 
-    And of those that torch's own count does not take.
+    And of those that torch's own count does not take.  Of causal attention only the blocks that are
+    not masked as a whole count: kernels leave out the others.  Source: Dao 2023, FlashAttention-2.
     """
     packet = getattr(node.target, "overloadpacket", None)
     count = flop_registry.get(packet) or flop_registry.get(_COUNTED_LIKE.get(packet))
@@ -308,11 +309,27 @@ def flops(node: fx.Node) -> int:
     args, kwargs = fx.node.map_arg(given, lambda operand: sized(operand.meta.get("val")))
     made = fx.node.map_aggregate(node.meta.get("val"), sized)
     try:
-        return int(count(*args, **kwargs, out_val=made))
+        return int(_unmasked(node, args) * count(*args, **kwargs, out_val=made))
     except (AssertionError, IndexError, TypeError, ValueError):
         # torch's formulas do not know all that its operators take, such as attention whose
         # queries have more heads.  That is no reason to refuse a step: its memory still counts.
         return 0
+
+
+ATTENTION_BLOCK = 128
+"""Queries and keys that a kernel of attention takes together; those differ by device and width."""
+
+
+def _unmasked(node: fx.Node, args: Sequence[Any]) -> float:
+    """Return the share of an attention's blocks that its causal mask leaves; 1 of what has none."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "is_causal" not in names or not all(name in names for name in ("query", "key")):
+        return 1.0
+    at = names.index("is_causal")
+    length, keys = (args[names.index(name)].shape[-2] for name in ("query", "key"))
+    if not (args[at] if at < len(args) else node.kwargs.get("is_causal")) or length != keys:
+        return 1.0
+    return min((keys + ATTENTION_BLOCK) / (2 * keys), 1.0)
 
 
 def _is_of_shards(node: fx.Node) -> bool:
