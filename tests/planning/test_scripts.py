@@ -122,6 +122,7 @@ def test_parameters_that_are_made_whole_fit_only_deferred(planned):
     assert ", fits" in out and "deferred_init" not in out and "whole at first" not in out
 
 
+@pytest.mark.slow(reason="every form is tried, and on more ranks")
 def test_figures_and_a_limit_are_given(planned):
     words = ["--hardware", "latency_s=1e-3 bytes_per_s=1e6", "--memory-limit", "0.001"]
     status, out, err = planned(SCRIPT, "--ranks", "4", *words, arguments=["64"])

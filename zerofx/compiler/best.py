@@ -312,8 +312,7 @@ class Search:
                 return found
         if not self.tried:
             raise StepError("; ".join(f"{name}: {why}" for name, why in self.refused.items()))
-        self.least += [(form.needs, form.options) for form in self.tried.values()]
-        needs, options = min(self.least, key=lambda pair: pair[0])
+        needs, options = self._needed()
         stage, outer = self._stages()[0]  # what cuts most
         forms = [options, replace(options, stage=stage, outer_stage=outer)]
         number, fits = enough(self.step, self.ranks, forms, self.limit)
@@ -326,6 +325,17 @@ class Search:
             "torch.utils.checkpoint drop activations.",
             needed=needs,
         )
+
+    def _needed(self) -> tuple[int, Options]:
+        """Return what the form needs that needs least, of all that do not fit."""
+        self.least += [(form.needs, form.options) for form in self.tried.values()]
+        while True:
+            needs, options = found = min(self.least, key=lambda pair: pair[0])
+            if options in self.tried:
+                return needs, options
+            self.least.remove(found)  # it is what a budget has said
+            with contextlib.suppress(BudgetError):
+                self.least.append((self._made(options).needs, options))
 
     def _better(self, best: Form | None, options: Options) -> Form | None:
         for found in self._fitting(options):
@@ -354,9 +364,7 @@ class Search:
         keeps = options.stage == 3 and any(least.forecast.sent.values())
         if not (keeps or options.offload):
             return found
-        peak = least.forecast.peak
-        fixed = sum(least.forecast.kept.values()) + peak.get("inputs", 0)
-        fixed += least.needs - sum(peak.values())
+        fixed = least.needs - least.forecast.budgeted
         room = self.limit - fixed
         for _ in range(3):
             budget = max(room, 1)
@@ -364,6 +372,7 @@ class Search:
                 more = self._made(replace(options, plan="auto", memory_budget=budget))
             except BudgetError as error:
                 if error.needed is not None:
+                    options = replace(options, plan="auto", memory_budget=error.needed)
                     self.least.append((fixed + error.needed, options))
                 break
             over = more.needs - self.limit

@@ -16,7 +16,7 @@ from zerofx.compiler.facts import bytes_kept, context_of
 from zerofx.compiler.rewrite import Rewritten, in_parameters, rewritten
 from zerofx.cost.outside import Row, Span, outside_bytes
 from zerofx.cost.own import own_bytes
-from zerofx.cost.program import Own
+from zerofx.cost.program import Own, live_bytes
 from zerofx.cost.timeline import (
     StepTime,
     Timeline,
@@ -102,6 +102,20 @@ class Forecast:
         columns = alive(self._pieces, self._num_nodes)
         at = max(range(self._num_nodes), key=lambda at: sum(of[at] for of in columns.values()))
         return {kind: column[at] for kind, column in columns.items() if column[at]}
+
+    @property
+    def budgeted(self) -> int:
+        """The most bytes that a ``memory_budget`` counts: what the program allocates."""
+        ctx = self.rewritten.ctx
+        alive = live_bytes(
+            self.rewritten.gm.graph,
+            ctx.world_size,
+            in_parameters(self.rewritten),
+            sockets=not ctx.options.peer_memory,
+            table=ctx.table,
+            hinted=True,
+        )
+        return max(alive, default=0)
 
     @cached_property
     def outside(self) -> Mapping[str, Row]:
