@@ -7,6 +7,7 @@ operand in a wider dtype, a mask.  Its profiler tells, of one that runs.
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from zerofx.cost.program import Own, flops
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.sizes import hinted_bytes
+
+logger = logging.getLogger("zerofx")
 
 LARGEST_BYTES = 2**28
 MOST_FLOPS = 4e9
@@ -35,7 +38,13 @@ def own_bytes(nodes: Iterable[fx.Node]) -> Mapping[fx.Node, Own]:
     """
     calls = {node: _call(node) for node in nodes if _is_measured(node)}
     unknown = {call: node for node, call in calls.items() if call not in _KNOWN}
-    if unknown and not compat.tensors.is_profiled():
+    if unknown and compat.tensors.is_profiled():
+        logger.warning(
+            "a profiler is running, so %d kinds of calls cannot be tried: what they allocate for "
+            "themselves is not counted. Plan, or call the step first, without a profiler.",
+            len(unknown),
+        )
+    elif unknown:
         _KNOWN.update(_measured(unknown))
     found = {node: _KNOWN[call] for node, call in calls.items() if call in _KNOWN}
     return {node: own for node, own in found.items() if any(own)}
