@@ -242,6 +242,7 @@ def test_what_reads_whole_states_has_stage_0():
     assert function_of(compiled).options.stage == 0
 
 
+@pytest.mark.slow(reason="functions are compiled that are taken over")
 def test_it_is_refused_at_a_stage_that_is_given_or_taken_over():
     pair = built()
     plain(*pair, *features(0, 8))
