@@ -132,7 +132,7 @@ LEFT_OUT = (
     "DeepCompile (arXiv 2504.09983): throughputs are drawn, and the text has ratios alone",
     "ZeRO and ZeRO-Infinity: V100s, with tensor parallel",
 )
-"""What cannot be planned, or has no figure."""
+"""Names runs that cannot be planned, or have no figure."""
 
 
 def selective() -> Any:

@@ -57,10 +57,9 @@ def choose_stays(
 
     ``used`` are the bytes at each position without any of it, ``lanes`` the seconds that each has
     to do then; ``peak`` tells the most bytes with the stays of some numbers.  A ``known`` choice,
-    which fits, is where the solver begins, and what is returned if
-    it finds none that ``peak`` confirms: a gather that is spared lets the one behind it start
-    earlier, which is not linear, and for which the program is told to leave as much room as that
-    took.
+    which fits, is where the solver begins, and what is returned if it finds none that ``peak``
+    confirms: a gather that is spared lets the one behind it start earlier, which is not linear, and
+    for which the program is told to leave as much room as that took.
 
     Source: the form of the program is that of Checkmate, Jain et al. 2020, section 4, with bytes
     that stay in the place of values that are kept; the solver is HiGHS, Huangfu and Hall 2018, in

@@ -38,7 +38,7 @@ class Searched:
 
 
 def on_ranks(*searches: Searched) -> list:
-    """What each rank agrees on, or the words of its error; all meet at each exchange."""
+    """Return what each rank agrees on, or its error's words; all meet at each exchange."""
     barrier = threading.Barrier(len(searches))
     posted = [b""] * len(searches)
     results: list = [None] * len(searches)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.traffic import traffic_of
 from zerofx import StepError, backend
 from zerofx.cost.program import live_bytes
+from zerofx.hardware import PIECE_BYTES
 from zerofx.ir import ops
 from zerofx.runtime.comm.communication import Communicator
 
@@ -49,6 +52,35 @@ def test_a_view_keeps_what_it_views():
     graph = program_of(("a", aten.relu.default, "x"), ("v", aten.alias.default, "a"),
                        ("b", aten.relu.default, "x"), ("c", aten.add.Tensor, "b", "v"))  # fmt: skip
     assert live_bytes(graph, 2) == [0, KIB, KIB, 2 * KIB, 3 * KIB, KIB]
+
+
+def test_every_part_of_a_split_keeps_what_was_split():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    whole = graph.call_function(aten.relu.default, (x,))
+    parts = graph.call_function(aten.split.Tensor, (whole, 128))
+    second = graph.call_function(operator.getitem, (parts, 1))
+    other = graph.call_function(aten.relu.default, (x,))
+    last = graph.call_function(aten.relu.default, (second,))
+    graph.output((other, last))
+    for node in (x, whole, other):
+        node.meta["val"] = torch.empty(256)
+    parts.meta["val"] = [torch.empty(128), torch.empty(128)]
+    second.meta["val"], last.meta["val"] = torch.empty(128), torch.empty(128)
+    alive = dict(zip(graph.nodes, live_bytes(graph, 2), strict=True))
+    assert (alive[whole], alive[other], alive[last]) == (KIB, 2 * KIB, 2.5 * KIB)
+
+
+def test_ranks_of_one_machine_add_up_piece_by_piece():
+    """At the wait, beside what is reduced and the result."""
+    program = rewritten(mlp_step(num_layers=2), stage=2)
+    pieces = live_bytes(program.graph, 2)
+    with mock.patch("zerofx.cost.program.PIECE_BYTES", 0):
+        none = live_bytes(program.graph, 2)
+    waits = [*map(ops.wait_of, nodes_of(program, ops.reduce_scatter_start))]
+    for node, with_piece, without in zip(program.graph.nodes, pieces, none, strict=True):
+        result = node.args[0].meta["val"].nbytes if node in waits else 0
+        assert with_piece - without == result < PIECE_BYTES
 
 
 def test_what_is_never_read_is_gone_at_once():

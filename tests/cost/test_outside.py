@@ -91,7 +91,7 @@ def test_rows_of_a_cpu_are_what_this_machine_shows():
 
 def test_whole_parameters_count_above_the_peak_and_beside_what_a_step_needs():
     rows = outside_bytes([Span(0, 9, 6 * MIB)], "cpu", whole=10 * MIB)
-    assert rows == {AT_FIRST: (4 * MIB, "computed", "beside")}
+    assert rows == {AT_FIRST: (4 * MIB, "computed", "at first")}
 
 
 def test_buffers_that_are_used_again_count_where_they_idle_at_a_peak():
@@ -99,10 +99,10 @@ def test_buffers_that_are_used_again_count_where_they_idle_at_a_peak():
     first, second = Span(0, 1, 64), Span(1, 1, 64)
     other = Span(3, 4, 256)
     rows = outside_bytes([first, second, other], "cpu", buffers=[first, second])
-    assert rows == {REUSED: (128, "computed", "beside")}
+    assert rows == {REUSED: (128, "computed", "spare")}
     small = Span(3, 4, 64)
     assert outside_bytes([first, second, small], "cpu", buffers=[first, second])[REUSED] == (
-        64, "computed", "beside",
+        64, "computed", "spare",
     )  # fmt: skip
     assert outside_bytes([first, second], "cpu", buffers=[first, second]) == {}
     assert outside_bytes([first, second, other], "cuda", buffers=[first, second]).keys() == (

@@ -1,4 +1,4 @@
-"""What operators allocate for themselves is found by running each distinct call once."""
+"""Each distinct call runs once to find what its operator allocates for itself."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from zerofx.errors import GraphError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.interface import region_of, set_region
+from zerofx.ir.roles import Provenance, Role
 from zerofx.passes.fuse.form_regions import form_regions
 from zerofx.verify.verifier import verify
 
@@ -49,6 +50,26 @@ def test_a_view_is_taken_where_it_is_read():
     assert own.target is aten.t.default and region_of(own) == region_of(twice)
     assert region_of(twice) != region_of(sine) and region_of(written) is None
     assert turned not in graph.nodes
+
+
+def test_what_backward_computes_again_begins_a_region():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    sine = graph.call_function(aten.sin.default, (x,))
+    loss = graph.call_function(aten.cos.default, (sine,))
+    again = graph.call_function(aten.sin.default, (x,))
+    after = graph.call_function(aten.mul.Tensor, (again, loss))
+    last = graph.call_function(aten.sin.default, (after,))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(2, 2)
+    graph.output((last,))
+    for node in (again, last):
+        node.meta["zerofx"] = Provenance(Role.RECOMPUTE, -1, "test")
+    for node in (again, after, last):
+        node.meta["autograd_backward"] = True
+    assert form_regions(fx.GraphModule({}, graph), None) == {"regions": 2}
+    assert region_of(sine) == region_of(loss) != region_of(again)
+    assert region_of(again) == region_of(after) == region_of(last)
 
 
 def test_nothing_is_done_without_inductor():

@@ -24,6 +24,7 @@ from tests.kit.models import (
     tokens,
 )
 from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.step_forms.form import step_with
 from tests.kit.step_forms.training import STAGES
 from tests.planning.test_planned_steps import FIGURES
 from zerofx import plan
@@ -62,19 +63,10 @@ MODELS = {
 
 
 def step_of(name: str) -> Callable:
-    _, loss_of, _ = MODELS[name]
-
-    def step(model, optimizer, *batch):
-        loss = loss_of(model, *batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
     torch._dynamo.reset()
     gc.collect()
     torch.manual_seed(0)
-    return step
+    return step_with(MODELS[name][1])
 
 
 def given_to(name: str) -> tuple:
@@ -88,13 +80,14 @@ def training(name: str) -> tuple[Callable, tuple]:
     return step_of(name), given_to(name)
 
 
-def forecast(name: str, stage: int, ranks: int) -> Forecast:
-    """What a plan says of a step, by a process that computes as ranks do."""
+def forecast(name: str, stage: int, ranks: int, lowering: str) -> Forecast:
+    """Plan a step, in a process that computes with one thread as ranks do."""
     step, given = training(name)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        made = plan(step, given, ranks=ranks, stages=[stage], options=FIGURES)
+        options = {**FIGURES, "lowering": lowering}
+        made = plan(step, given, ranks=ranks, stages=[stage], options=options)
         (found,) = made.forecasts.values()
         assert found.peak
         return found
@@ -102,16 +95,17 @@ def forecast(name: str, stage: int, ranks: int) -> Forecast:
         torch.set_num_threads(before)
 
 
-def predicted(name: str, stage: int, ranks: int) -> int:
+def predicted(name: str, stage: int, ranks: int, lowering: str = "eager") -> int:
     """The bytes that a plan says a step allocates at its peak, on the rank that takes most."""
-    of = forecast(name, stage, ranks)
+    of = forecast(name, stage, ranks, lowering)
     return sum(of.peak.values()) - sum(of.kept.values()) - of.peak["inputs"]
 
 
-def allocated(name: str, stage: int) -> int:
+def allocated(name: str, stage: int, lowering: str = "eager") -> int:
     """The bytes that the fourth step allocates at its peak on this rank, none of them idle."""
     step, given = training(name)
-    compiled = torch.compile(step, backend="zero", options={"stage": stage, **FIGURES})
+    options = {**FIGURES, "stage": stage, "lowering": lowering}
+    compiled = torch.compile(step, backend="zero", options=options)
     fresh = mock.patch.object(BufferPool, "empty", lambda self, numel, like: like.new_empty(numel))
     with fresh:
         for _ in range(3):
@@ -137,8 +131,16 @@ def test_the_rank_that_takes_most_allocates_what_the_plan_says(ranks, name):  # 
     assert abs(predicted(name, 3, 2) - most) <= SCALARS
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_compiled_update_needs_nothing_beside_its_results(ranks, stage):  # noqa: F811
+    """The MLP's peak is in its updates."""
+    most = max(ranks(2).run(allocated, "MLP", stage, "inductor"))
+    assert abs(predicted("MLP", stage, 2, "inductor") - most) <= SCALARS
+
+
 def held_within(name: str, limit: int) -> tuple[int, int]:
-    """What a process holds at most in a step, and 0; or 0, and what it says that it needs."""
+    """Return the most that a process holds in a step, and 0; or 0, and what it says it needs."""
     ranks = torch.distributed.get_world_size()
     known = plan(*training(name), ranks=ranks, options=FIGURES)
     assert known.facts  # for which operators are tried, as they are not in a profiler's time

@@ -345,7 +345,7 @@ def test_a_checkpoint_of_torch_distributed(captured, tmp_path):
 
 
 def test_a_reader_of_two_checkpoints(captured, tmp_path):
-    """What is read later is of the first, although the reader has gone on to the second."""
+    """A late read gets the first checkpoint's values, though its reader is at the second."""
     scale = {"scale": torch.arange(6.0).view(2, 3)}
     dcp.save(scale, checkpoint_id=tmp_path / "folder", no_dist=True)
     dcp.save({"scale": torch.ones(6)}, checkpoint_id=tmp_path / "other", no_dist=True)

@@ -10,6 +10,7 @@ import torch
 from matplotlib import image
 
 import zerofx.__main__ as command_line
+from tests.kit.device_memory import squares
 from zerofx import plan
 from zerofx.cost.timeline import LANES
 from zerofx.errors import CommandError
@@ -18,22 +19,14 @@ from zerofx.report.memory import KINDS
 from zerofx.report.picture import MEMORY
 
 
-def one_step(model, optimizer, x):
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
 @pytest.fixture(scope="module")
 def plans():
     """The facts of plans for 2 and for 4 ranks; the second has a limit, and three stages."""
     model = torch.nn.Linear(512, 256)
     given = model, torch.optim.AdamW(model.parameters()), torch.ones(8, 512)
     options = {"hardware": "latency_s=1e-5 bytes_per_s=1e9"}
-    two = plan(one_step, given, ranks=2, options=options).facts
-    four = plan(one_step, given, ranks=4, options=options, stages=[0, 1, 3]).facts
+    two = plan(squares, given, ranks=2, options=options).facts
+    four = plan(squares, given, ranks=4, options=options, stages=[0, 1, 3]).facts
     return [two, {**four, "memory_limit": 3 * 2**20}]
 
 

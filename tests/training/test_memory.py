@@ -339,8 +339,7 @@ def gathered(tied: bool, vocabulary: int, lowering: str) -> Gathered:
     step = torch.compile(learn, backend="zero", options={"lowering": "eager", **options})
     evaluation = torch.compile(predict, backend="zero", options={"lowering": "eager", **options})
     tokens = torch.randint(0, vocabulary, (1, 3))
-    # What the program frees: not what is kept to be given out again (test_buffers.py), nor,
-    # without sockets, what another rank has yet to read (test_peer_memory.py).
+    # What the program frees: not what is kept to be given out again (test_buffers.py).
     fresh = mock.patch.object(BufferPool, "empty", lambda self, numel, like: like.new_empty(numel))
     with fresh, LiveGathers() as live:
         step(model, optimizer, tokens)

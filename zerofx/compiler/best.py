@@ -314,8 +314,8 @@ class Search:
             raise StepError("; ".join(f"{name}: {why}" for name, why in self.refused.items()))
         needs, options = self._needed()
         stage, outer = self._stages()[0]  # what cuts most
-        forms = [options, replace(options, stage=stage, outer_stage=outer)]
-        number, fits = enough(self.step, self.ranks, forms, self.limit)
+        forms = [*dict.fromkeys((options, replace(options, stage=stage, outer_stage=outer)))]
+        number, fits = ranks_that_fit(self.step, self.ranks, forms, self.limit)
         more = "with a smaller batch"
         if fits is not None:
             more = f"on {number} ranks, where {words_of(fits)} fits"
@@ -403,7 +403,7 @@ SEARCHED = 2**16
 """Ranks to which what fits nothing looks for some that would do."""
 
 
-def enough(
+def ranks_that_fit(
     step: CapturedStep, ranks: Ranks, forms: Sequence[Options], limit: int
 ) -> tuple[int | None, Options | None]:
     """Return on how many ranks, doubling those of the outer axis, which of these options fit.

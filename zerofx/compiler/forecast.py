@@ -65,9 +65,9 @@ class Forecast:
 
     @cached_property
     def _pieces(self) -> list[Piece]:
-        ctx, graph = self.rewritten.ctx, self.rewritten.gm.graph
+        ctx = self.rewritten.ctx
         return pieces_of(
-            graph,
+            self.rewritten.gm.graph,
             ctx.table,
             ctx.world_size,
             in_parameters(self.rewritten),
@@ -256,6 +256,5 @@ class Ranks:
             options = tried[first_that_fits(own, [context(attempt) for attempt in tried])]
             own = step.on(mesh)
         is_deferred = any(LEDGER.memory_of(tensor) is not None for tensor in step.tensors)
-        at_first = "deferred" if is_deferred else "there"
-        at_first = "whole" if self.make_whole else at_first
+        at_first = "whole" if self.make_whole else "deferred" if is_deferred else "there"
         return Forecast(rewritten(own, context(options)), bytes_kept(own, options), at_first)

@@ -22,7 +22,7 @@ class Span(NamedTuple):
 class Row(NamedTuple):
     """Bytes outside the program, on the ``device`` or the ``host``, and how they are known.
 
-    What is ``beside`` is on the device too, and no form of the step needs it.
+    What is ``at first`` or ``spare`` is on the device too, and no form of the step needs it.
 
     The source is ``simulated`` (of this program's allocations), ``measured`` (here, on a machine
     with that device), ``assumed`` (from what libraries and their users say; not measured) or
@@ -127,8 +127,8 @@ def outside_bytes(
         "workspaces": Row(figures.workspaces.nbytes, figures.workspaces.source),
         "communication": Row(links, figures.first_communicator.source),
         "initialisation": Row(max(at_first - peak, 0), "computed"),
-        AT_FIRST: Row(max(whole - peak, 0), "computed", "beside"),
-        REUSED: Row(reused, "computed", "beside"),
+        AT_FIRST: Row(max(whole - peak, 0), "computed", "at first"),
+        REUSED: Row(reused, "computed", "spare"),
         "file cache": Row(file_cache, "computed", "host"),
         "checkpoint": Row(saved if kept else 0, "computed", "host"),
     }

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerofx.compiler.best import Choice, Search, enough
+from zerofx.compiler.best import Choice, Search, ranks_that_fit
 from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.forecast import Forecast, Ranks
 from zerofx.devices import RANKS_OF_NODE, Device, device_named
@@ -167,7 +167,7 @@ def plan_of(
         by_name = {_text(each): each for each in chosen}
         of = {name: _options(given, axes, by_name[name]) for name in forecasts}
         ranks = _ranks(axes, of[stage], source, call.makes_whole)
-        on_ranks, fits = enough(call.step, ranks, [*of.values()], memory_limit)
+        on_ranks, fits = ranks_that_fit(call.step, ranks, [*of.values()], memory_limit)
         on_stage = next((name for name, options in of.items() if options is fits), None)
         least = Least(stage, forecasts[stage].device_bytes, on_ranks, on_stage)
         made = replace(made, least=least)

@@ -101,8 +101,9 @@ def _step(of: Facts, limit: int | None) -> list[str]:
     fits = ""
     if limit is not None:
         first = of["outside"].get(AT_FIRST, {"nbytes": 0})["nbytes"]
-        fits = ", fits" if of["device_bytes"] <= limit else ", too much"
-        fits += " with deferred_init" if fits == ", fits" and first and peak + first > limit else ""
+        fits = ", too much"
+        if of["device_bytes"] <= limit:
+            fits = ", fits with deferred_init" if first and peak + first > limit else ", fits"
     sent = [
         size_text(nbytes) + (f" {axis}" if len(sends) > 1 else "")
         for axis, nbytes in sends.items()
@@ -136,8 +137,7 @@ def _least(plan: Facts, on: str) -> str:
 def _with_source(name: str, beside: Sequence[Facts]) -> str:
     """Return a row's name, with where it lies if that is no part of a need, and its source."""
     row = next(of[name] for of in beside if name in of)
-    where = {"host": " on the host", "beside": " if there is room"}.get(row["place"], "")
-    where = "" if name == AT_FIRST else where
+    where = {"host": " on the host", "spare": " if there is room"}.get(row["place"], "")
     return f"{name}{where} ({row['source']})"
 
 
