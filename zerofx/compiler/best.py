@@ -313,6 +313,8 @@ class Search:
         if not self.tried:
             raise StepError("; ".join(f"{name}: {why}" for name, why in self.refused.items()))
         needs, options = self._needed()
+        if needs <= self.limit:  # a budget had said a little more
+            return self.tried[options]
         stage, outer = self._stages()[0]  # what cuts most
         forms = [*dict.fromkeys((options, replace(options, stage=stage, outer_stage=outer)))]
         number, fits = ranks_that_fit(self.step, self.ranks, forms, self.limit)
@@ -327,7 +329,7 @@ class Search:
         )
 
     def _needed(self) -> tuple[int, Options]:
-        """Return what the form needs that needs least, of all that do not fit."""
+        """Return what the form needs that needs least, of those that have not been found to fit."""
         self.least += [(form.needs, form.options) for form in self.tried.values()]
         while True:
             needs, options = found = min(self.least, key=lambda pair: pair[0])
