@@ -3,9 +3,9 @@
     python benchmarks/compile_time.py
     python benchmarks/compile_time.py --systems "zerofx 3" --layers 4 --ranks 1
 
-Every figure is of fresh processes.  Cold ones have an empty TORCHINDUCTOR_CACHE_DIR, of their own
-even among ranks; warm ones have what the cold ones left there.  All systems are measured with
-torch's own structured trace (TORCH_TRACE, what tlparse reads):
+Every figure is of fresh processes.  Cold ones have an empty TORCHINDUCTOR_CACHE_DIR, one for all
+ranks, as on any machine; warm ones have what the cold ones left there.  All systems are measured
+with torch's own structured trace (TORCH_TRACE, what tlparse reads):
 
 Inductor    in Inductor, its cache lookups and C++ compiler included
 passes      in zerofx's passes, as zerofx times them
@@ -13,8 +13,8 @@ capture     the rest of Dynamo and AOTAutograd
 first call  all of the first step: the above, binding to ranks, importing compilers, running
 compiled    graphs that Inductor generated code for; "cached" are those that its cache gave back
 
-The largest of the ranks.  The trace itself costs some time, in every system.  Exit status 1 if
-the first system misses a target; the targets are printed below the table.
+The largest of the ranks, and the graphs of all of them.  The trace itself costs some time, in every
+system.  Exit status 1 if the first system misses a target; the targets are printed below the table.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ CAPTURE = ("dynamo", "create_aot_dispatcher_function")
 
 # What Inductor reports once for every graph that it generates code for.
 GENERATED = ("fx_graph_cache_miss", "fx_graph_cache_bypass", "fx_graph_cache_disabled")
+
+GRAPHS = ("compiled", "cached")
 
 LENGTH = 32
 CAPTURE_AND_PASSES_S_A_LAYER = 0.8
@@ -130,7 +132,7 @@ def measure(name: str, sizes: Sizes, num_ranks: int) -> dict[str, Compilation]:
     with tempfile.TemporaryDirectory() as folder:
         for state in ("cold", "warm"):
             environment = {
-                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache{{rank}}",
+                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache",
                 "TORCH_TRACE": f"{folder}/{state}{{rank}}",
             }
             ranks = on_ranks(first_step, num_ranks, name, sizes, environment=environment)
@@ -141,6 +143,7 @@ def measure(name: str, sizes: Sizes, num_ranks: int) -> dict[str, Compilation]:
                     lines += path.read_text().splitlines(keepends=True)
                 traced.append(asdict(with_trace(compilation, lines)))
             most = {field: max(each[field] for each in traced) for field in traced[0]}
+            most |= {graphs: sum(each[graphs] for each in traced) for graphs in GRAPHS}
             found[state] = Compilation(**most)
     return found
 

@@ -3,6 +3,24 @@
 A name is for torch 2.11 to 2.15, and goes when torch has a public way, unless it says otherwise.
 """
 
-from zerofx.compat import aot, dynamo, inductor, other_device, scalars, tensors, tracing
+from zerofx.compat import (
+    aot,
+    compile_cache,
+    dynamo,
+    inductor,
+    other_device,
+    scalars,
+    tensors,
+    tracing,
+)
 
-__all__ = ["aot", "dynamo", "inductor", "other_device", "scalars", "tensors", "tracing"]
+__all__ = [
+    "aot",
+    "compile_cache",
+    "dynamo",
+    "inductor",
+    "other_device",
+    "scalars",
+    "tensors",
+    "tracing",
+]

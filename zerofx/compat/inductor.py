@@ -13,13 +13,14 @@ import torch._dynamo
 import torch._functorch.config
 from sympy import sympify
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
     StatelessSymbolicContext,
 )
 
+from zerofx.compat.compile_cache import turn_to_compile
 from zerofx.worker import Worker
 
 
@@ -46,7 +47,7 @@ Weight gradients late, next to what communicates them, keep alive what they are 
 def compile_with_inductor(
     gm: torch.fx.GraphModule, inputs: list[list[Any]], donated: Sequence[int] = ()
 ) -> Callable:
-    """Compile an aten graph for these very inputs, in lists; returns a function of those.
+    """Compile an aten graph for inputs such as these, in lists; returns a function of those.
 
     The memory of inputs at the positions ``donated`` may be written to, as that of what backward
     alone reads: nobody else has it, and nobody reads it later.
@@ -64,6 +65,11 @@ def compile_with_inductor(
 
     def static(value: Any) -> Any:
         """AOTAutograd takes sizes for symbols otherwise, and fails if one is a view's offset."""
+        if isinstance(value, FakeTensor):  # of another mode: captured
+            with fakes:
+                return torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
         is_tensor = isinstance(value, torch.Tensor)
         return fakes.from_tensor(value, static_shapes=True) if is_tensor else value
 
@@ -202,7 +208,8 @@ class CompiledForAnyLength:
         kinds = tuple((tensor.dtype, tensor.device, tensor.dim()) for tensor in inputs)
         if kinds not in self._compiled:
             compile_now = functools.partial(self._compile, inputs)
-            self._compiled[kinds] = _in_thread_of_its_own(compile_now)
+            with turn_to_compile(f"{self._gm.code}\n{kinds}"):
+                self._compiled[kinds] = _in_thread_of_its_own(compile_now)
         return self._compiled[kinds]
 
     def _compile(self, inputs: Sequence[Any]) -> Callable:

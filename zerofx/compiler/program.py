@@ -16,7 +16,7 @@ from zerofx.capture import substitutes
 from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import context_of
-from zerofx.compiler.progress import progress
+from zerofx.compiler.progress import compile_ahead
 from zerofx.compiler.rewrite import described_optimizers, rewrite
 from zerofx.errors import StepError
 from zerofx.hardware import Hardware
@@ -24,6 +24,7 @@ from zerofx.ir import ops
 from zerofx.ir.interface import recorded
 from zerofx.ir.parameters import ParameterTable
 from zerofx.lower.lowering import lower
+from zerofx.lower.regions import errors_of
 from zerofx.options import Options, ranks_of_machine
 from zerofx.order.check import CHECK
 from zerofx.passes.base import PassContext
@@ -176,6 +177,7 @@ class Program:
         )
         runtime.bind(sources if is_same_for_all else {})
         runtime.program = lower(self.lowered.gm, runtime.kernels())
+        compile_ahead(runtime.program, self.function.name, communicator.rank)
         level = logging.INFO if self.number == 0 else logging.DEBUG
         if logger.isEnabledFor(level):
             logger.log(level, "%s", first_words(self))
@@ -201,11 +203,12 @@ class Program:
         with compat.tensors.without_dispatch_modes():
             self.runtime = self._make_ready()
         return_freed_memory()
-        with progress(self.runtime.program, self.function.name, self.function.communicator.rank):
-            results = self._run(self.runtime, inputs)
+        results = self._run(self.runtime, inputs)
         return_freed_memory()
         if self.dump and self.dump.folder is not None:
             self.dump.write_file(EXPLANATION, explanation(self, with_seconds=False) + "\n")
+            for name, error in errors_of(self.runtime.program).items():
+                self.dump.write_file(f"{name}_error.txt", error)
         return results
 
     def _run(self, runtime: StepRuntime, inputs: list[Any]) -> list[Any]:

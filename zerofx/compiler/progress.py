@@ -4,43 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
-from zerofx.lower.regions import CompiledRegion
+from zerofx.lower import regions
 
 DELAY_S = 3.0
 """The time after which a bar is shown."""
 
 
-@contextlib.contextmanager
-def progress(program: nn.Module, name: str, rank: int) -> Iterator[None]:
-    """Show how many of a program's compiled regions have run, in the call that compiles them.
+def compile_ahead(program: nn.Module, name: str, rank: int) -> None:
+    """Compile a program's regions, and show how many are ready.
 
     Rank 0 alone shows it, on a terminal alone, and if tqdm is installed: it is an extra.
     """
-    regions = [child for child in program.children() if isinstance(child, CompiledRegion)]
-    is_seen = sys.stderr is not None and sys.stderr.isatty()
-    with contextlib.ExitStack() as ending:
-        if rank == 0 and regions and is_seen:
-            with contextlib.suppress(ImportError):
-                from tqdm import tqdm
+    compiled = regions.compile_ahead(program)
+    if rank == 0 and sys.stderr is not None and sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
 
-                bar = tqdm(
-                    total=len(regions),
-                    desc=f"zerofx compiles {name}",
-                    unit="region",
-                    delay=DELAY_S,
-                    leave=False,
-                    file=sys.stderr,
-                )
-                ending.callback(bar.close)
-
-                def count(*_: Any) -> None:
-                    bar.update()  # a hook's result, unless it is None, would stand for the region's
-
-                for region in regions:
-                    ending.callback(region.register_forward_hook(count).remove)
-        yield
+            compiled = tqdm(
+                compiled,
+                total=len(regions.to_compile(program)),
+                desc=f"zerofx compiles {name}",
+                unit="region",
+                delay=DELAY_S,
+                leave=False,
+                file=sys.stderr,
+            )
+    for _ in compiled:
+        pass

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -15,6 +18,8 @@ from zerofx.ir.aliases import aliased_inputs, memory_of, uses
 from zerofx.ir.interface import region_of
 from zerofx.ir.sizes import is_symbolic
 from zerofx.ir.source import call_text, layout_text
+
+logger = logging.getLogger("zerofx")
 
 aten = torch.ops.aten
 
@@ -84,10 +89,9 @@ def _call_region(
         compat.aot.forget_checkpoints(local[node])
     body.output(tuple(local[node] for node in outputs))
     name = f"region_{sum(1 for _ in root.children())}"
-    like = None
-    if any(is_symbolic(node.meta.get("val")) for node in (*inputs, *nodes)):
-        like = [source.meta.get("val") for source in inputs]
-    root.add_module(name, CompiledRegion(fx.GraphModule(gm, body), donated, like))
+    like = [source.meta.get("val") for source in inputs]
+    of_any_size = any(is_symbolic(node.meta.get("val")) for node in (*inputs, *nodes))
+    root.add_module(name, CompiledRegion(fx.GraphModule(gm, body), donated, like, of_any_size))
     # A call of its own: the program's names for the inputs are gone when the region begins.
     box = graph.call_function(_listed, tuple(copies[source] for source in inputs))
     call = graph.call_module(name, (box,))
@@ -118,21 +122,26 @@ def _listed(*values: Any) -> list[Any]:
     return list(values)
 
 
-class _Compiled(NamedTuple):
-    """What runs a region, which of its results to copy, and the inputs that it is compiled for."""
+@dataclass
+class _Compiled:
+    """What runs a region, the inputs that it is compiled for, and which of its results to copy.
+
+    The last is None until it has run.  ``error`` says why Inductor could not compile it.
+    """
 
     run: Callable
-    copied: list[int]
     holds_for: Callable[[Sequence[Any]], bool]
+    copied: list[int] | None = None
+    error: str = ""
 
 
 class CompiledRegion(nn.Module):
-    """The compute between two zerofx operators, compiled by Inductor when it first runs.
+    """The compute between two zerofx operators, compiled by Inductor before it first runs.
 
-    Compiling with the values at hand needs no tracing context of the step's own compilation.
-    Equal regions, as those of equal layers, share what has been compiled, if their inputs lie in
-    memory alike.  One whose inputs are ``like`` some metadata with symbolic sizes is compiled once
-    for all sizes, and once more for those that it does not hold for.
+    With inputs ``like`` what was captured, or, where these lie otherwise in memory, with the values
+    at hand.  That needs no tracing context of the step's own compilation.  Equal regions, as those
+    of equal layers, share what has been compiled, if their inputs lie in memory alike.  One ``of``
+    ``any_size`` is compiled once for all sizes, and once more for those that it does not hold for.
 
     It takes its inputs in a list, which it empties: what forward has saved for backward, and
     nobody reads later, is freed while the region runs and not after it.  Results may take the
@@ -147,46 +156,124 @@ class CompiledRegion(nn.Module):
     _known: dict[str, list[_Compiled]] = {}
 
     def __init__(
-        self, gm: fx.GraphModule, donated: Sequence[int], like: Sequence[Any] | None = None
+        self, gm: fx.GraphModule, donated: Sequence[int], like: Sequence[Any], of_any_size: bool
     ):
         super().__init__()
         self.gm = gm
         self.like = like
+        self.of_any_size = of_any_size
         self.donated = donated  # positions of inputs
-        self.compiled = self._known.setdefault(f"{_computation(gm.graph)}\n{donated}", [])
+        self.text = f"{_computation(gm.graph)}\n{donated}"
+        self.compiled = self._known.setdefault(self.text, [])
         self.found: _Compiled | None = None  # of those, for the last inputs
 
+    @property
+    def is_to_compile(self) -> bool:
+        """Return whether nothing compiled is known for what was captured."""
+        return not self.of_any_size and self._find(self.like) is None
+
+    def compile_ahead(self) -> None:
+        """Compile for what was captured."""
+        self.compiled.append(self._compile(self.like))
+
     def forward(self, values: list[Any]) -> tuple[Any, ...]:
-        results, found = None, self.found
-        if found is None or (self.like is not None and not found.holds_for(values)):
-            found = next((one for one in self.compiled if one.holds_for(values)), None)
+        found = self.found
+        if found is None or (self.of_any_size and not found.holds_for(values)):
+            found = self._find(values)
             if found is None:
-                found, results = self._compile(values)
+                with compat.compile_cache.turn_to_compile(f"{self.text}\n{_layouts(values)}"):
+                    found = self._compile(values)
                 self.compiled.append(found)
             self.found = found
-        run, copied = found.run, found.copied
-        if results is None:
-            results = run(values)
-        if copied:
-            return tuple(r.clone() if at in copied else r for at, r in enumerate(results))
+        if found.copied is None:
+            return self._run_first(found, values)
+        results = found.run(values)
+        if found.copied:
+            return tuple(r.clone() if at in found.copied else r for at, r in enumerate(results))
         return results
 
-    def _compile(self, values: list[Any]) -> tuple[_Compiled, tuple[Any, ...]]:
-        """Compile for these inputs and run for the first time; return both."""
+    def _find(self, values: Sequence[Any]) -> _Compiled | None:
+        return next((one for one in self.compiled if one.holds_for(values)), None)
+
+    def _compile(self, values: Sequence[Any]) -> _Compiled:
+        """Compile for such inputs; what cannot be compiled runs operator by operator."""
         compiled = None
-        if self.like is not None:
-            compiled = compat.inductor.compile_for_sizes(self.gm, values, self.like, self.donated)
-        if compiled is None:
-            layouts = list(map(_layout, values))
-            run = compat.inductor.compile_with_inductor(self.gm, [values], self.donated)
-            compiled = run, lambda others: list(map(_layout, others)) == layouts
-        run, holds_for = compiled
+        try:
+            if self.of_any_size:
+                compiled = compat.inductor.compile_for_sizes(
+                    self.gm, values, self.like, self.donated
+                )
+            if compiled is None:
+                layouts = _layouts(values)
+                run = compat.inductor.compile_with_inductor(self.gm, [list(values)], self.donated)
+                compiled = run, lambda others: _layouts(others) == layouts
+        except Exception as error:
+            return self._uncompiled(error)
+        return _Compiled(*compiled)
+
+    def _uncompiled(self, error: Exception) -> _Compiled:
+        logger.warning(
+            "Inductor cannot compile a region of %d operators, which runs operator by operator from"
+            " now on: its results are the same to rounding, and its steps slower. It says: %s: %s",
+            sum(map(_computes, self.gm.graph.nodes)),
+            type(error).__name__,
+            next(iter(str(error).strip().splitlines()), ""),
+        )
+        trace = "".join(traceback.format_exception(error))
+        return _Compiled(self._run_operators, lambda values: True, error=f"{trace}\n{self.gm.code}")
+
+    def _run_operators(self, values: list[Any]) -> tuple[Any, ...]:
+        inputs = list(values)
+        values.clear()
+        return self.gm(inputs)
+
+    def _run_first(self, found: _Compiled, values: list[Any]) -> tuple[Any, ...]:
+        """Run, and note which results to copy from now on."""
         # Held, so that no result takes the place of one that is freed meanwhile.
         held = [None if at in self.donated else v for at, v in enumerate(values)]
-        results = run(values)
+        results = found.run(values)
         places = list(map(_place, held))
-        copied = _shared_unasked(self.gm.graph, places, results)
-        return _Compiled(run, copied, holds_for), results
+        found.copied = _shared_unasked(self.gm.graph, places, results)
+        return tuple(r.clone() if at in found.copied else r for at, r in enumerate(results))
+
+
+def compile_ahead(program: nn.Module) -> Iterator[CompiledRegion]:
+    """Compile each distinct region of a program for what was captured, before it runs.
+
+    The processes of a machine that need the same regions divide them among themselves: each takes
+    the largest that no other one is compiling, and at last finds in Inductor's cache what others
+    have compiled.  Yields each region that this process has then.
+    """
+    left = to_compile(program)
+    while left:
+        region = next((one for one in left if _compile_in_turn(one, waits=False)), left[0])
+        if region.is_to_compile:  # others are compiling all that are left
+            _compile_in_turn(region)
+        left.remove(region)
+        yield region
+
+
+def to_compile(program: nn.Module) -> list[CompiledRegion]:
+    """Return the first of each distinct region that is not yet compiled, largest first."""
+    regions = [child for child in program.children() if isinstance(child, CompiledRegion)]
+    distinct = {region.text: region for region in reversed(regions) if region.is_to_compile}
+    return sorted(distinct.values(), key=lambda one: len(one.gm.graph.nodes), reverse=True)
+
+
+def errors_of(program: nn.Module) -> dict[str, str]:
+    """Return what Inductor says of the regions that it could not compile, by their names."""
+    return {
+        name: "\n".join(filter(None, (one.error for one in region.compiled)))
+        for name, region in program.named_children()
+        if isinstance(region, CompiledRegion) and any(one.error for one in region.compiled)
+    }
+
+
+def _compile_in_turn(region: CompiledRegion, waits: bool = True) -> bool:
+    with compat.compile_cache.turn_to_compile(region.text, waits) as is_mine:
+        if is_mine:
+            region.compile_ahead()
+    return is_mine
 
 
 def _place(value: Any) -> int | None:
@@ -226,5 +313,8 @@ def _computation(graph: fx.Graph) -> str:
     return "\n".join(lines)
 
 
-def _layout(value: Any) -> Any:
-    return (value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
+def _layouts(values: Sequence[Any]) -> list[Any]:
+    return [
+        (value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
+        for value in values
+    ]

@@ -1,0 +1,150 @@
+"""Ranks of one machine divide among themselves what they compile; what fails runs uncompiled."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.kit.models import squared_loss
+from tests.kit.ranks import ranks_fixture  # noqa: F401
+from zerofx import compat
+from zerofx.compat.compile_cache import LOCKS, turn_to_compile
+from zerofx.lower.regions import CompiledRegion
+
+HOLDS = """
+import os, sys, time
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.argv[1]
+from zerofx.compat.compile_cache import turn_to_compile
+with turn_to_compile("a program"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.slow(reason="another process imports torch")
+def test_a_program_is_compiled_by_one_process_until_that_has_ended(cache):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDS, cache], stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"held\n"
+    with turn_to_compile("a program", waits=False) as is_mine:
+        assert not is_mine
+    with turn_to_compile("another program", waits=False) as is_mine:
+        assert is_mine
+    holder.send_signal(signal.SIGKILL)
+    with turn_to_compile("a program") as is_mine:
+        assert is_mine
+    holder.wait()
+    assert [path.name for path in cache.glob("zerofx*")] == [LOCKS]
+
+
+def test_nobody_waits_where_inductor_keeps_nothing(cache):
+    with torch._inductor.config.patch(fx_graph_cache=False), turn_to_compile("x") as is_mine:
+        assert is_mine
+    assert not (cache / LOCKS).exists()
+
+
+def test_a_folder_without_locks_lets_everyone_compile(cache):
+    (cache / LOCKS).mkdir()
+    with turn_to_compile("a program", waits=False) as is_mine:
+        assert is_mine
+
+
+class Mixed(nn.Module):
+    """Layers that are equal, and some that are not."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.GELU()) for _ in range(4)]
+        self.layers = nn.Sequential(nn.Linear(12, 24), *layers, nn.Linear(24, 5))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def trained(losses_of, options):
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x, y):
+        loss = losses_of(model, x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    compiled = step if options is None else torch.compile(step, backend="zero", options=options)
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(4, 12, generator=generator), torch.randn(4, 5, generator=generator))
+        for _ in range(3)
+    ]
+    return torch.stack([compiled(*batch).detach() for batch in batches])
+
+
+def compile_in(folder: str, stage: int) -> tuple[int, int, list[float]]:
+    """Train with an empty cache; return what this rank generated code for, and what it needed."""
+    pick_vec_isa()  # which an empty folder would have tried anew
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    torch.distributed.barrier()
+    counters.clear()
+    try:
+        with mock.patch.object(CompiledRegion, "_known", {}):
+            losses = trained(squared_loss, {"stage": stage, "lowering": "inductor"})
+    finally:
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+        if before is not None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+    found = counters["inductor"]
+    assert not found["fxgraph_cache_bypass"]
+    missed, hit = found["fxgraph_cache_miss"], found["fxgraph_cache_hit"]
+    return missed, missed + hit, losses.tolist()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("num_ranks", "stage", "least"), ((2, 1, 2), (4, 3, 5)))
+def test_every_region_and_kernel_is_compiled_once_in_all(num_ranks, stage, least, ranks, tmp_path):  # noqa: F811
+    found = ranks(num_ranks).run(compile_in, str(tmp_path / "cache"), stage, timeout_s=300.0)
+    missed, needed, losses = zip(*found, strict=True)
+    assert len(set(needed)) == 1 and needed[0] >= least, found
+    assert sum(missed) == needed[0], found
+    expected = trained(squared_loss, None)
+    for its in losses:
+        torch.testing.assert_close(torch.tensor(its), expected, rtol=1e-4, atol=1e-6)
+
+
+def failing(gm, *arguments):
+    raise RuntimeError("the C++ compiler is gone\nand more")
+
+
+@pytest.mark.slow(reason="trains twice")
+def test_a_region_that_cannot_be_compiled_runs_operator_by_operator(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(compat.inductor, "compile_with_inductor", failing)
+    monkeypatch.setattr(CompiledRegion, "_known", {})
+    options = {"lowering": "inductor", "dump": str(tmp_path)}
+    with caplog.at_level(logging.WARNING, "zerofx"):
+        losses = trained(squared_loss, options)
+    torch.testing.assert_close(losses, trained(squared_loss, None), rtol=0, atol=0)
+    said = [record.getMessage() for record in caplog.records if "cannot compile" in record.message]
+    assert len(said) == sum(map(len, CompiledRegion._known.values())) > 2, "each once, in 3 steps"
+    assert "operator by operator" in said[0] and "the C++ compiler is gone" in said[0]
+    errors = list(tmp_path.glob("**/region_*_error.txt"))
+    assert errors and all("and more" in path.read_text() for path in errors)
