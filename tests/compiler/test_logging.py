@@ -2,6 +2,7 @@
 
 import io
 import logging
+import operator
 import re
 import sys
 
@@ -76,8 +77,10 @@ def program(monkeypatch):
     regions = []
     for function in (torch.ops.aten.sin.default, torch.ops.aten.cos.default):
         graph = fx.Graph()
-        graph.output((graph.call_function(function, (graph.placeholder("values"),)),))
-        regions.append(CompiledRegion(fx.GraphModule({}, graph), [], [torch.ones(1)], False))
+        value = graph.call_function(operator.getitem, (graph.placeholder("values"), 0))
+        value.meta["val"] = torch.ones(1)
+        graph.output((graph.call_function(function, (value,)),))
+        regions.append(CompiledRegion(fx.GraphModule({}, graph), []))
     return nn.Sequential(*regions)
 
 
@@ -86,7 +89,7 @@ def test_a_terminal_shows_how_many_regions_are_compiled_on_rank_0(
     rank, terminal, program, monkeypatch
 ):
     monkeypatch.setattr(sys, "stderr", stream := Terminal() if terminal else io.StringIO())
-    bars.compile_ahead(program, "step0", rank)
+    bars.compile_with_bar(program, "step0", rank)
     if rank == 0 and terminal:
         assert "zerofx compiles step0" in stream.getvalue() and "/2 " in stream.getvalue()
     else:
@@ -94,10 +97,21 @@ def test_a_terminal_shows_how_many_regions_are_compiled_on_rank_0(
     assert all(len(region.compiled) == 1 for region in program)
 
 
-def test_there_is_no_bar_for_what_is_quick(program, monkeypatch):
+def test_a_bar_is_gone_after_a_compilation_that_ends_early_and_after_what_is_quick(
+    program, monkeypatch
+):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("zerofx.compat.inductor.compile_with_inductor", interrupted)
+        bars.compile_with_bar(program, "step0", 0)
+    assert "zerofx compiles step0" in stream.getvalue()
+    assert stream.getvalue().rsplit("\r", 1)[-1].strip() == ""
     monkeypatch.setattr(bars, "DELAY_S", 1000.0)
     monkeypatch.setattr(sys, "stderr", quick := Terminal())
-    bars.compile_ahead(program, "step0", 0)
+    bars.compile_with_bar(program, "step0", 0)
     assert "zerofx" not in quick.getvalue()
 
 
@@ -105,5 +119,5 @@ def test_there_is_no_bar_for_what_is_quick(program, monkeypatch):
 def test_without_tqdm_there_is_no_bar(program, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    bars.compile_ahead(program, "step0", 0)
+    bars.compile_with_bar(program, "step0", 0)
     assert stream.getvalue() == "" and all(region.compiled for region in program)

@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 LOCKS = "zerofx.lock"
 """An empty file in the folder of the cache, of which each program has a byte to lock."""
@@ -22,24 +21,17 @@ def turn_to_compile(program: str, waits: bool = True) -> Iterator[bool]:
     one that is held gives False at once.  Where Inductor keeps nothing, or the folder takes no
     locks, all have their turn together and compile for themselves.
     """
-    folder = _folder()
-    with contextlib.ExitStack() as ending:
-        if folder is not None:
-            place = int.from_bytes(hashlib.sha256(program.encode()).digest()[:7], "little")
-            try:
-                locks = os.open(folder / LOCKS, os.O_RDWR | os.O_CREAT, 0o666)
-                ending.callback(os.close, locks)
-                fcntl.lockf(locks, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, place)
-            except BlockingIOError:
-                yield False
-                return
-            except OSError:
-                pass
-        yield True
+    place = int.from_bytes(hashlib.sha256(program.encode()).digest()[:7], "little")
+    locks = _locks()
+    try:
+        yield locks is None or _lock(locks, place, waits)
+    finally:
+        if locks is not None:
+            os.close(locks)
 
 
-def _folder() -> Path | None:
-    """Return where Inductor keeps what it compiles; None if it keeps nothing."""
+def _locks() -> int | None:
+    """Open the file of locks; None if Inductor keeps nothing, or its folder takes no file."""
     # Not at the top: the import takes 1.6 to 2.0 s, and only what compiles needs it.
     from torch._inductor import config
     from torch._inductor.codecache import cache_dir
@@ -47,6 +39,17 @@ def _folder() -> Path | None:
     if config.force_disable_caches or not config.fx_graph_cache:
         return None
     try:
-        return Path(cache_dir())
+        return os.open(os.path.join(cache_dir(), LOCKS), os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:
         return None
+
+
+def _lock(locks: int, place: int, waits: bool) -> bool:
+    """Lock a byte; return whether it is held now, which it is where there are no locks."""
+    try:
+        fcntl.lockf(locks, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -16,7 +16,7 @@ from zerofx.capture import substitutes
 from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import context_of
-from zerofx.compiler.progress import compile_ahead
+from zerofx.compiler.progress import compile_with_bar
 from zerofx.compiler.rewrite import described_optimizers, rewrite
 from zerofx.errors import StepError
 from zerofx.hardware import Hardware
@@ -177,7 +177,7 @@ class Program:
         )
         runtime.bind(sources if is_same_for_all else {})
         runtime.program = lower(self.lowered.gm, runtime.kernels())
-        compile_ahead(runtime.program, self.function.name, communicator.rank)
+        compile_with_bar(runtime.program, self.function.name, communicator.rank)
         level = logging.INFO if self.number == 0 else logging.DEBUG
         if logger.isEnabledFor(level):
             logger.log(level, "%s", first_words(self))

@@ -13,12 +13,12 @@ DELAY_S = 3.0
 """The time after which a bar is shown."""
 
 
-def compile_ahead(program: nn.Module, name: str, rank: int) -> None:
+def compile_with_bar(program: nn.Module, name: str, rank: int) -> None:
     """Compile a program's regions, and show how many are ready.
 
     Rank 0 alone shows it, on a terminal alone, and if tqdm is installed: it is an extra.
     """
-    compiled = regions.compile_ahead(program)
+    compiled = regions.compile_regions(program)
     if rank == 0 and sys.stderr is not None and sys.stderr.isatty():
         with contextlib.suppress(ImportError):
             from tqdm import tqdm

@@ -89,9 +89,7 @@ def _call_region(
         compat.aot.forget_checkpoints(local[node])
     body.output(tuple(local[node] for node in outputs))
     name = f"region_{sum(1 for _ in root.children())}"
-    like = [source.meta.get("val") for source in inputs]
-    of_any_size = any(is_symbolic(node.meta.get("val")) for node in (*inputs, *nodes))
-    root.add_module(name, CompiledRegion(fx.GraphModule(gm, body), donated, like, of_any_size))
+    root.add_module(name, CompiledRegion(fx.GraphModule(gm, body), donated))
     # A call of its own: the program's names for the inputs are gone when the region begins.
     box = graph.call_function(_listed, tuple(copies[source] for source in inputs))
     call = graph.call_module(name, (box,))
@@ -124,9 +122,10 @@ def _listed(*values: Any) -> list[Any]:
 
 @dataclass
 class _Compiled:
-    """What runs a region, the inputs that it is compiled for, and which of its results to copy.
+    """Runs a region for the inputs that it is compiled for.
 
-    The last is None until it has run.  ``error`` says why Inductor could not compile it.
+    ``copied`` are the results that are copied then, None until it has run.  ``error`` says why
+    Inductor could not compile it.
     """
 
     run: Callable
@@ -140,8 +139,9 @@ class CompiledRegion(nn.Module):
 
     With inputs ``like`` what was captured, or, where these lie otherwise in memory, with the values
     at hand.  That needs no tracing context of the step's own compilation.  Equal regions, as those
-    of equal layers, share what has been compiled, if their inputs lie in memory alike.  One ``of``
-    ``any_size`` is compiled once for all sizes, and once more for those that it does not hold for.
+    of equal layers, share what has been compiled, if their inputs lie in memory alike.  One with
+    symbolic sizes is compiled with values, once for all sizes and once more for those that it does
+    not hold for.
 
     It takes its inputs in a list, which it empties: what forward has saved for backward, and
     nobody reads later, is freed while the region runs and not after it.  Results may take the
@@ -155,13 +155,12 @@ class CompiledRegion(nn.Module):
     # By what a region computes.
     _known: dict[str, list[_Compiled]] = {}
 
-    def __init__(
-        self, gm: fx.GraphModule, donated: Sequence[int], like: Sequence[Any], of_any_size: bool
-    ):
+    def __init__(self, gm: fx.GraphModule, donated: Sequence[int]):
         super().__init__()
         self.gm = gm
-        self.like = like
-        self.of_any_size = of_any_size
+        values, *nodes = gm.graph.nodes
+        self.like = [value.meta.get("val") for value in values.users]
+        self.of_any_size = any(is_symbolic(node.meta.get("val")) for node in nodes)
         self.donated = donated  # positions of inputs
         self.text = f"{_computation(gm.graph)}\n{donated}"
         self.compiled = self._known.setdefault(self.text, [])
@@ -172,9 +171,12 @@ class CompiledRegion(nn.Module):
         """Return whether nothing compiled is known for what was captured."""
         return not self.of_any_size and self._find(self.like) is None
 
-    def compile_ahead(self) -> None:
-        """Compile for what was captured."""
-        self.compiled.append(self._compile(self.like))
+    def compile_ahead(self, waits: bool = True) -> bool:
+        """Compile for what was captured; return False if another one does, unless it waits."""
+        with compat.compile_cache.turn_to_compile(self.text, waits) as is_mine:
+            if is_mine:
+                self.compiled.append(self._compile(self.like))
+        return is_mine
 
     def forward(self, values: list[Any]) -> tuple[Any, ...]:
         found = self.found
@@ -237,7 +239,7 @@ class CompiledRegion(nn.Module):
         return tuple(r.clone() if at in found.copied else r for at, r in enumerate(results))
 
 
-def compile_ahead(program: nn.Module) -> Iterator[CompiledRegion]:
+def compile_regions(program: nn.Module) -> Iterator[CompiledRegion]:
     """Compile each distinct region of a program for what was captured, before it runs.
 
     The processes of a machine that need the same regions divide them among themselves: each takes
@@ -246,9 +248,10 @@ def compile_ahead(program: nn.Module) -> Iterator[CompiledRegion]:
     """
     left = to_compile(program)
     while left:
-        region = next((one for one in left if _compile_in_turn(one, waits=False)), left[0])
-        if region.is_to_compile:  # others are compiling all that are left
-            _compile_in_turn(region)
+        region = next((one for one in left if one.compile_ahead(waits=False)), None)
+        if region is None:  # others are compiling all that are left
+            region = left[0]
+            region.compile_ahead()
         left.remove(region)
         yield region
 
@@ -261,19 +264,13 @@ def to_compile(program: nn.Module) -> list[CompiledRegion]:
 
 
 def errors_of(program: nn.Module) -> dict[str, str]:
-    """Return what Inductor says of the regions that it could not compile, by their names."""
-    return {
-        name: "\n".join(filter(None, (one.error for one in region.compiled)))
-        for name, region in program.named_children()
-        if isinstance(region, CompiledRegion) and any(one.error for one in region.compiled)
-    }
-
-
-def _compile_in_turn(region: CompiledRegion, waits: bool = True) -> bool:
-    with compat.compile_cache.turn_to_compile(region.text, waits) as is_mine:
-        if is_mine:
-            region.compile_ahead()
-    return is_mine
+    """Return what Inductor says of each distinct region that it could not compile, by its name."""
+    names: dict[str, str] = {}
+    for name, region in program.named_children():
+        if isinstance(region, CompiledRegion):
+            for one in region.compiled:
+                names.setdefault(one.error, name)
+    return {name: error for error, name in names.items() if error}
 
 
 def _place(value: Any) -> int | None:
