@@ -11,9 +11,9 @@ from zerofx.ir.graph import erase_unused
 from zerofx.ir.interface import set_gradient_work
 from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.reach import reached
+from zerofx.ir.regions import goes_into_region
 from zerofx.ir.sizes import value_bytes
 from zerofx.passes.base import Counts, PassContext
-from zerofx.passes.fuse.form_regions import is_compute
 from zerofx.passes.fuse.together import is_update_alone, run_together
 
 
@@ -58,7 +58,7 @@ def _runs(graph: fx.Graph) -> dict[fx.Node, int]:
     runs, number = {}, 0
     for node in graph.nodes:
         runs[node] = number
-        number += not is_compute(node)
+        number += not goes_into_region(node)
     return runs
 
 

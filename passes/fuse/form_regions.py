@@ -7,13 +7,9 @@ import operator
 import torch
 from torch import fx
 
-from zerofx import compat
-from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs
-from zerofx.ir.aliases import is_compute as computes
-from zerofx.ir.graph import is_backward
 from zerofx.ir.interface import region_of, set_region
-from zerofx.ir.roles import Role, role
+from zerofx.ir.regions import goes_into_region, numbered
 from zerofx.passes.base import Counts, PassContext
 
 
@@ -29,32 +25,23 @@ def form_regions(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         start = zerofx.all_gather_start(s, 2);  v = t.view(8);  a = sin(v);  b = cos(a)
         #                                       ~~~~~~~~~~~~ region 1 ~~~~~~~~~~~~~~~~~
 
-    What backward computes again begins a region: a compiler that saw the first computation beside
-    it would do both at once, and keep the results until backward.
-
     Every region gets a view of its own, where it reads one that another region takes: what passes
     between regions is whole memory, once, which its last reader may reuse.  The order of everything
     else stays.
     """
     graph = gm.graph
     _take_results_apart_at_once(graph)
-    number, has_forward = 0, False
-    for node in graph.nodes:
-        is_again = role(node) == Role.RECOMPUTE
-        if not is_compute(node) or (is_again and has_forward):
-            number, has_forward = number + 1, False
-        if is_compute(node):
-            set_region(node, number)
-            has_forward |= not is_again and not is_backward(node)
+    numbers = dict(numbered(list(graph.nodes)))
+    for node, number in numbers.items():
+        set_region(node, number)
     _take_views_where_they_are_read(graph)
-    regions = {region_of(node) for node in graph.nodes} - {None}
-    return {"regions": len(regions)}
+    return {"regions": len(set(numbers.values()))}
 
 
 def _take_results_apart_at_once(graph: fx.Graph) -> None:
     """Compiled regions return tensors: those of several results are taken where they are made."""
     for node in graph.nodes:
-        if not is_compute(node) or isinstance(node.meta.get("val"), torch.Tensor):
+        if not goes_into_region(node) or isinstance(node.meta.get("val"), torch.Tensor):
             continue
         for part in [user for user in node.users if user.target is operator.getitem]:
             if part.users:
@@ -88,22 +75,3 @@ def _is_view(node: fx.Node) -> bool:
     is_call = isinstance(node.target, torch._ops.OpOverload)
     is_one = isinstance(node.meta.get("val"), torch.Tensor)
     return is_call and is_one and aliased_inputs(node) == node.all_input_nodes
-
-
-def is_compute(node: fx.Node) -> bool:
-    """Return whether a node goes into a region: neither ours nor a result of ours, nor a write."""
-    if not computes(node):
-        return False
-    if node.target is operator.getitem and ops.is_ours(node.args[0].target):
-        return False
-    return not _has_branches(node)
-
-
-def _has_branches(node: fx.Node) -> bool:
-    """Return whether a node runs its own programs, as ``torch.cond`` does, or is a result of one.
-
-    These are in attributes and no tensors, as a region's inputs are: they run operator by operator.
-    """
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        return _has_branches(node.args[0])
-    return compat.inductor.is_higher_order(node.target)

@@ -10,7 +10,7 @@ from tests.kit.programs import clone, context_of, mlp_step, rewritten, run_passe
 from zerofx.errors import GraphError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
-from zerofx.ir.interface import region_of, set_region
+from zerofx.ir.interface import mark_gradient, region_of, set_region
 from zerofx.ir.roles import Provenance, Role
 from zerofx.passes.fuse.form_regions import form_regions
 from zerofx.verify.verifier import verify
@@ -70,6 +70,23 @@ def test_what_backward_computes_again_begins_a_region():
     assert form_regions(fx.GraphModule({}, graph), None) == {"regions": 2}
     assert region_of(sine) == region_of(loss) != region_of(again)
     assert region_of(again) == region_of(after) == region_of(last)
+
+
+@pytest.mark.parametrize("late, regions", [(True, 2), (False, 1)], ids=["late", "at once"])
+@pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "uncast"])
+def test_a_sum_of_gradients_of_products_long_done_begins_a_region(late, regions, is_cast):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first, *others = (graph.call_function(aten.mm.default, (x, x)) for _ in range(3))
+    term = graph.call_function(aten.t.default, (first if late else others[0],))
+    if is_cast:
+        term = graph.call_function(aten._to_copy.default, (term,), {"dtype": torch.float64})
+    total = graph.call_function(aten.add.Tensor, (term, others[1]))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(2, 2)
+    mark_gradient(total, 0)
+    graph.output((first, total))
+    assert form_regions(fx.GraphModule({}, graph), None) == {"regions": regions}
 
 
 def test_nothing_is_done_without_inductor():

@@ -14,6 +14,7 @@ from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import bytes_kept, context_of
 from zerofx.compiler.rewrite import Rewritten, in_parameters, rewritten
+from zerofx.cost.fusion import Fusion, calls_library
 from zerofx.cost.outside import Row, Span, outside_bytes
 from zerofx.cost.own import own_bytes
 from zerofx.cost.program import Own, live_bytes
@@ -75,15 +76,23 @@ class Forecast:
             state_bytes=self.state_bytes,
             largest=True,
             own=self._own(),
+            fusion=Fusion(list(self.rewritten.gm.graph.nodes)) if self._is_compiled else None,
         )
+
+    @property
+    def _is_compiled(self) -> bool:
+        return self.options.lowering == "inductor"
 
     def _own(self) -> Mapping[fx.Node, Own]:
         """Return what operators allocate for themselves, as far as that is known."""
         ctx, nodes = self.rewritten.ctx, self.rewritten.gm.graph.nodes
-        if ctx.options.lowering == "inductor":  # one kernel, which needs nothing beside its results
-            return {node: Own(0) for node in nodes if node.target is ops.update}
-        is_here = all(info.device.type == "cpu" for info in ctx.table)
-        return own_bytes(nodes) if is_here else {}
+        found: dict[fx.Node, Own] = {}
+        if all(info.device.type == "cpu" for info in ctx.table):
+            called = filter(calls_library, nodes) if self._is_compiled else nodes
+            found.update(own_bytes(called))
+        if self._is_compiled:  # one kernel, which needs nothing beside its results
+            found |= {node: Own(0) for node in nodes if node.target is ops.update}
+        return found
 
     @property
     def _num_nodes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zerofx import compat
 from zerofx.calibration import OTHERS, Calibration
+from zerofx.cost.fusion import Fusion
 from zerofx.hardware import PIECE_BYTES, Hardware
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, done_with, mutated_inputs
@@ -83,14 +84,16 @@ def allocations(
     sockets: bool = False,
     table: ParameterTable | None = None,
     own: Mapping[fx.Node, Own] | None = None,
+    fusion: Fusion | None = None,
 ) -> tuple[list[Allocation], dict[fx.Node, set[tuple[fx.Node, int]]]]:
     """Return what ``live_bytes`` counts, one by one, and the (node, part) that a result lies in.
 
     At any position, the bytes of those allocations that are alive there add up to it, and those
-    that ``own`` says nodes allocate for themselves.  But no guard is made of a symbolic size: this
-    is for who looks at programs, and must not change them.
+    that ``own`` says nodes allocate for themselves, without those that ``fusion`` says Inductor
+    does not make.  But no guard is made of a symbolic size: this is for who looks at programs, and
+    must not change them.
     """
-    kinds = hinted_tensor_bytes, table, frozenset(ignored), own or {}
+    kinds = hinted_tensor_bytes, table, frozenset(ignored), own or {}, fusion
     memory = _Memory(world_size, sockets, *kinds)
     return list(memory.of(list(graph.nodes))), memory.roots
 
@@ -115,6 +118,7 @@ class _Memory:
     table: ParameterTable | None = None
     ignored: Collection[fx.Node] = ()
     own: Mapping[fx.Node, Own] = field(default_factory=dict)
+    fusion: Fusion | None = None
     roots: dict[fx.Node, set[tuple[fx.Node, int]]] = field(default_factory=dict)
     sizes: dict[tuple[fx.Node, int], int] = field(default_factory=dict)
 
@@ -127,12 +131,34 @@ class _Memory:
             death = order[max(map(done_with, node.users), default=node)]
             for root in self.roots[node]:
                 last[root] = max(last.get(root, 0), death)
-        for (node, part), nbytes in self.sizes.items():
-            yield Allocation(node, part, order[node], last.get((node, part), order[node]), nbytes)
+        made = [
+            Allocation(node, part, order[node], last.get((node, part), order[node]), nbytes)
+            for (node, part), nbytes in self.sizes.items()
+        ]
+        yield from made if self.fusion is None else self._overwritten(made, self.fusion)
         for node in nodes:
             if nbytes := self._own_bytes(node):
                 end = done_with(node) if ops.is_collective(node) else node
                 yield Allocation(node, 0, order[node], order[end], nbytes, own=True)
+
+    def _overwritten(self, made: Sequence[Allocation], fusion: Fusion) -> Iterable[Allocation]:
+        """End what another result is written over just before that is made."""
+        ending: dict[int, dict[tuple[fx.Node, int], Allocation]] = {}
+        for one in made:
+            ending.setdefault(one.end, {})[one.node, one.part] = one
+        kept = {(one.node, one.part): one for one in made}
+        for one in made:
+            there = ending.get(one.begin, {})
+            for source in one.node.all_input_nodes:
+                for key in self.roots[source] & there.keys():
+                    is_like = there[key].nbytes == one.nbytes and key[0] is not one.node
+                    if is_like and fusion.may_overwrite(one.node, key[0]):
+                        kept[key] = there.pop(key)._replace(end=one.begin - 1)
+                        break
+                else:
+                    continue
+                break
+        return kept.values()
 
     def _own_bytes(self, node: fx.Node) -> int:
         """Bytes that a node allocates for itself."""
@@ -181,6 +207,8 @@ class _Memory:
                 return roots[whole]  # views of one tensor, as split has them
             return {root for root in roots[whole] if root[1] == at}
         sources = aliased_inputs(node) or mutated_inputs(node)
+        if self.fusion is not None and self.fusion.is_computed_where_read(node):
+            return set().union(*(roots[source] for source in node.all_input_nodes))
         if ops.is_collective(node) and ops.num_ranks(node, self.world_size) == 1:
             sources = node.all_input_nodes
         if sources:

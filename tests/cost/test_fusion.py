@@ -1,0 +1,80 @@
+"""What Inductor does not put into memory of its own is not counted there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from zerofx.cost.fusion import Fusion, calls_library
+from zerofx.cost.program import allocations
+from zerofx.ir import ops
+
+aten = torch.ops.aten
+
+NBYTES = 4 * 64 * 64
+
+
+class Steps:
+    """Builds a graph of operators on matrices of 64 x 64."""
+
+    def __init__(self):
+        self.graph = fx.Graph()
+        self.x = self.graph.placeholder("x")
+        self.x.meta["val"] = torch.empty(64, 64)
+
+    def __call__(self, target, *operands):
+        node = self.graph.call_function(target, operands)
+        node.meta["val"] = torch.empty(64, 64)
+        return node
+
+    def counted(self, *results):
+        """The (begin, end) of each node's memory, by node."""
+        self.graph.output(results)
+        fusion = Fusion(list(self.graph.nodes))
+        found, _ = allocations(self.graph, 2, fusion=fusion)
+        assert {one.nbytes for one in found} <= {NBYTES}
+        return {one.node: (one.begin, one.end) for one in found}
+
+
+@pytest.fixture
+def steps():
+    return Steps()
+
+
+def test_elementwise_work_is_computed_where_it_is_read(steps):
+    product = steps(aten.mm.default, steps.x, steps.x)
+    sine = steps(aten.sin.default, product)
+    turned = steps(aten.t.default, sine)
+    cosine = steps(aten.cos.default, turned)
+    last = steps(aten.mm.default, cosine, steps.x)
+    counted = steps.counted(last)
+    assert counted.keys() == {product, cosine, last}  # a product reads from memory
+    # cosine is written over what it is made of, though sine is between them
+    assert counted[product] == (1, 3) and counted[cosine] == (4, 5)
+
+
+def test_what_leaves_its_region_is_in_memory(steps):
+    sine = steps(aten.sin.default, steps.x)
+    start = steps(ops.all_gather_start, steps.x, 2)
+    last = steps(aten.cos.default, sine)
+    assert steps.counted(start, last).keys() == {sine, start, last}
+
+
+def test_what_is_read_later_is_not_written_over(steps):
+    product = steps(aten.mm.default, steps.x, steps.x)
+    sine = steps(aten.sin.default, product)
+    other = steps(aten.mm.default, sine, product)
+    assert steps.counted(other) == {product: (1, 3), sine: (2, 3), other: (3, 4)}
+
+
+def test_one_input_is_written_over_once(steps):
+    product = steps(aten.mm.default, steps.x, steps.x)
+    maximum = steps(aten.max.dim, product, 0)
+    maximum.meta["val"] = (torch.empty(64, 64), torch.empty(64, 64))
+    assert len(steps.counted(maximum)) == 2
+
+
+def test_products_and_attention_call_a_library(steps):
+    assert calls_library(steps(aten.mm.default, steps.x, steps.x))
+    assert not calls_library(steps(aten.sin.default, steps.x))

@@ -1,0 +1,83 @@
+"""Regions: runs of compute between two of our operators, which are compiled together."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import fx
+
+from zerofx import compat
+from zerofx.ir import ops
+from zerofx.ir.aliases import is_compute, memory_of
+from zerofx.ir.graph import is_backward
+from zerofx.ir.interface import gradient_of
+from zerofx.ir.roles import Role, role
+
+aten = torch.ops.aten
+
+
+def goes_into_region(node: fx.Node) -> bool:
+    """Return whether a node is compute: neither ours nor a result of ours, nor a write."""
+    if not is_compute(node):
+        return False
+    if node.target is operator.getitem and ops.is_ours(node.args[0].target):
+        return False
+    return not _has_branches(node)
+
+
+def _has_branches(node: fx.Node) -> bool:
+    """Return whether a node runs its own programs, as ``torch.cond`` does, or is a result of one.
+
+    These are in attributes and no tensors, as a region's inputs are: they run operator by operator.
+    """
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return _has_branches(node.args[0])
+    return compat.inductor.is_higher_order(node.target)
+
+
+def numbered(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+    """Yield the nodes of regions with their region's number, in the program's order.
+
+    A region ends before a node that goes into none.  What backward computes again begins one: a
+    compiler that saw the first computation beside it would do both at once, and keep the results
+    until backward.  So does a sum of a parameter's gradients, as of one that is used twice or in
+    several micro-batches, if a term is a product that several others have followed since: Inductor
+    would compute it where it is added, and keep what it is made of until then.
+    """
+    sums = _sums_of_gradients(nodes)
+    number, has_forward = 0, False
+    products: list[fx.Node] = []
+    for node in nodes:
+        is_again = role(node) == Role.RECOMPUTE
+        is_inside = goes_into_region(node)
+        adds_early = node in sums and not set(products[:-2]).isdisjoint(_terms(node))
+        if not is_inside or (is_again and has_forward) or adds_early:
+            number, has_forward, products = number + 1, False, []
+        if is_inside:
+            has_forward |= not is_again and not is_backward(node)
+            yield node, number
+        if node.target is aten.mm.default:
+            products.append(node)
+
+
+def _sums_of_gradients(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the sums that make a parameter's gradient of those of its several uses."""
+    found: set[fx.Node] = set()
+    left = [node for node in nodes if gradient_of(node)]
+    while left:
+        node = left.pop()
+        if node.target is aten.add.Tensor and node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
+def _terms(total: fx.Node) -> Iterator[fx.Node]:
+    """Yield what a sum adds up, and what that is a view or a cast of."""
+    left = list(total.all_input_nodes)
+    while left:
+        for node in memory_of(left.pop()):
+            yield node
+            left += node.all_input_nodes if node.target is aten._to_copy.default else []
