@@ -32,12 +32,14 @@ from zerofx.compiler.best import Choice, Search, agreed
 from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.forecast import Ranks
 from zerofx.compiler.program import Program
+from zerofx.compiler.rewrite import Rewritten
 from zerofx.deferred.block import leave_block
 from zerofx.errors import GraphError, StepError
 from zerofx.garbage import without_collections
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import KeptGathered
+from zerofx.lower.at_once import AtOnce, Record
 from zerofx.options import Options, environment, named, ranks_of_machine, refuse_mode
 from zerofx.report.folder import DumpFolder, claim, run_of_this_process
 from zerofx.runtime.comm.agreement import Agreement, AgreementError
@@ -107,6 +109,8 @@ class CompiledFunction:
         self.why_not_sharded = ""  # of a step whose stage nobody has chosen yet
         self.attempt: int | None = None  # which one offload="auto" has come to
         self.choice: Choice | None = None  # what plan="auto" has come to
+        self.at_once_digests: set[int] = set()  # programs that started so
+        self.record: Record | None = None  # of these
         self.copies = Copies(REGISTRY.host)
         self.delayed = DelayedUpdates()
         backend.functions.add(self)
@@ -314,6 +318,35 @@ class CompiledFunction:
         kept = functools.reduce(KeptGathered.also_fitting, map(mine.unpacked, values))
         self.kept_gathered[mine.gathers] = kept
         return kept != mine
+
+    def at_once(self, made: Rewritten, communicates: bool) -> AtOnce | None:
+        """Return what takes over a program's regions once they are compiled, with all ranks.
+
+        None where regions are compiled before the program runs: as ``start`` says, or of one that
+        communicates as another does, which some ranks may have compiled without the others.
+        """
+        assert self.options is not None
+        way, _, path = self.options.start.partition(":")
+        if way == "compiled" or made.digest in self.at_once_digests:
+            return None
+        if not compat.compile_cache.is_kept():
+            raise StepError(
+                f"start={way} takes what another process compiles from Inductor's cache, and "
+                "torch._inductor.config turns that off. Turn it on (TORCHINDUCTOR_FX_GRAPH_CACHE=1,"
+                " TORCHINDUCTOR_FORCE_DISABLE_CACHES unset), or use start=compiled."
+            )
+        self.at_once_digests.add(made.digest)
+        rank, scope = self.communicator.rank, f"{self.agreement.scope}/{made.digest}"
+        agreement = Agreement(self.agreement.store, rank, self.communicator.world_size, scope)
+
+        def exchange(value: bytes) -> list[bytes]:
+            if not communicates:  # a rank may call it alone
+                return [value]
+            return agreement.exchange((scope,), value, AGREEMENT_TIMEOUT_S)
+
+        if path and self.record is None:
+            self.record = Record(path, is_writer=rank == 0)
+        return AtOnce(f"{self.name}_{len(self.at_once_digests) - 1}", exchange, self.record)
 
     def _first_compilation(self, device: torch.device) -> None:
         """Read the environment and find the ranks, once per function."""

@@ -122,6 +122,13 @@ def _several(*choices: str) -> _Kind:
     return _Kind((str, list, tuple, set, frozenset), expected, read)
 
 
+def _start(value: str) -> str:
+    way, colon, path = value.partition(":")
+    if way not in ("compiled", "at_once") or (colon and (way == "compiled" or not path)):
+        raise ValueError(f"must be compiled, at_once or at_once:FILE, not {value!r}")
+    return value
+
+
 def _axes_in(text: Any) -> Any:
     """Return the words that a text such as ``node:0, gpu:3`` gives axes; anything else as it is."""
     if not (isinstance(text, str) and ":" in text):
@@ -252,6 +259,7 @@ _HARDWARE = _Kind(
 )
 _AXIS = _Kind((str,), "the name of a mesh's inner axis")
 _FOLDER = _Kind((str, os.PathLike), "a folder's path", _path)
+_START = _Kind((str,), "compiled, at_once or at_once:FILE", _start)
 _FOLDERS = _Kind((str, os.PathLike, list, tuple), "a folder's path or a list of them", _paths)
 _GROUP = _Kind(  # the runtime checks its ranks
     (object,),
@@ -334,6 +342,10 @@ class Options:
     """Compare what is read from files with a checksum of what was written."""
     delayed_update: bool = _option(False, _SWITCH)
     """A call computes without the last updates on the host, which go on meanwhile; at stage 3."""
+    start: str = _option("compiled", _START)
+    """``compiled`` compiles before the first call runs; ``at_once`` runs operator by operator until
+    what is compiled meanwhile is ready; ``at_once:FILE`` records which step took what, or repeats
+    it."""
     dump: str | None = _option(None, _FOLDER)
     """The folder that receives the program after every pass; None writes nothing."""
     validate: bool = _option(False, _SWITCH)

@@ -56,6 +56,7 @@ def test_defaults_are_the_contracts():
         "offload_cache_bytes": None,
         "offload_checksums": False,
         "delayed_update": False,
+        "start": "compiled",
         "dump": None,
         "validate": False,
         "check_order": False,
@@ -478,7 +479,7 @@ def test_a_process_group_has_no_twin_and_the_error_says_so(text):
 
 def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     known = list(OPTIONS)
-    assert len(known) == 35
+    assert len(known) == 36
     assert words_of(ValueError, {"prefech": True}) == (
         f"option 'prefech' is unknown; did you mean 'prefetch'? Known: {', '.join(known)}"
     )

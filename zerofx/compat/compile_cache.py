@@ -30,13 +30,19 @@ def turn_to_compile(program: str, waits: bool = True) -> Iterator[bool]:
             os.close(locks)
 
 
+def is_kept() -> bool:
+    """Return whether Inductor keeps on disk what it compiles."""
+    from torch._inductor import config
+
+    return bool(config.fx_graph_cache and not config.force_disable_caches)
+
+
 def _locks() -> int | None:
     """Open the file of locks; None if Inductor keeps nothing, or its folder takes no file."""
     # Not at the top: the import takes 1.6 to 2.0 s, and only what compiles needs it.
-    from torch._inductor import config
     from torch._inductor.codecache import cache_dir
 
-    if config.force_disable_caches or not config.fx_graph_cache:
+    if not is_kept():
         return None
     try:
         return os.open(os.path.join(cache_dir(), LOCKS), os.O_RDWR | os.O_CREAT, 0o666)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +34,84 @@ def is_higher_order(target: Any) -> bool:
 def mark_emptied(placeholder: torch.fx.Node) -> None:
     """Let the compiled graph empty the list that it is given here, as it consumes what is in it."""
     placeholder.meta["steal_arg"] = True
+
+
+def prepare() -> None:
+    """Import what compiling, and loading what is compiled, needs; ask the processor once.
+
+    Private: ``pick_vec_isa``, of 2.11 to 2.15, which else the first region asks for.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    importlib.import_module("torch._inductor.compile_fx")
+    pick_vec_isa()
+
+
+def settings() -> dict[str, Any]:
+    """Return what compiled code depends on beside its graph: torch's settings, to pickle."""
+    from torch._inductor import config
+
+    matmul = torch.backends.cuda.matmul
+    return {
+        "inductor": config.save_config(),
+        "functorch": torch._functorch.config.save_config(),
+        "threads": torch.get_num_threads(),
+        "matmul": {name: getattr(matmul, name) for name in _MATMUL if hasattr(matmul, name)},
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+    }
+
+
+_MATMUL = (
+    "fp32_precision",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+)
+
+
+def set_settings(found: dict[str, Any]) -> None:
+    """Set what another process's ``settings`` returned."""
+    from torch._inductor import config
+
+    config.load_config(found["inductor"])
+    torch._functorch.config.load_config(found["functorch"])
+    torch.set_num_threads(found["threads"])
+    if torch.get_float32_matmul_precision() != found["precision"]:  # setting it writes others too
+        torch.set_float32_matmul_precision(found["precision"])
+    for name, value in found["matmul"].items():
+        if getattr(torch.backends.cuda.matmul, name) != value:
+            setattr(torch.backends.cuda.matmul, name, value)
+    is_deterministic, warns_only = found["deterministic"]
+    torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
+
+
+@dataclass(frozen=True)
+class Like:
+    """An input of a graph: a tensor's shape and strides, in elements; or another value."""
+
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    value: Any = None
+
+    @classmethod
+    def of(cls, value: Any) -> Like:
+        if not isinstance(value, torch.Tensor):
+            return cls(value=value)
+        return cls(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+    def made(self) -> Any:
+        """Return such a value; of a tensor, one without memory."""
+        if self.dtype is None:
+            return self.value
+        with FakeTensorMode():
+            return torch.empty_strided(
+                self.shape, self.stride, dtype=self.dtype, device=self.device
+            )
 
 
 WITHOUT_CUDAGRAPHS = {"triton.cudagraphs": False}
@@ -186,6 +266,17 @@ def ready_to_run(function: Callable, inputs: Sequence[Any]) -> Callable:
     return function if ready is None else ready(*inputs)
 
 
+AT_ONCE: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("at once", default=None)
+"""Told of a graph of any length that is to run, with its inputs, before it is compiled.
+
+It returns whether that is done later: until then the graph runs operator by operator.
+"""
+
+
+def _kinds(inputs: Sequence[Any]) -> tuple:
+    return tuple((tensor.dtype, tensor.device, tensor.dim()) for tensor in inputs)
+
+
 class CompiledForAnyLength:
     """A graph over tensors of one shape, and of its length, compiled by Inductor for all shapes.
 
@@ -205,12 +296,28 @@ class CompiledForAnyLength:
 
     def ready(self, *inputs: Any) -> Callable:
         """Return the program for such dtypes, devices and dimensions, compiled if new."""
-        kinds = tuple((tensor.dtype, tensor.device, tensor.dim()) for tensor in inputs)
+        kinds = _kinds(inputs)
         if kinds not in self._compiled:
-            compile_now = functools.partial(self._compile, inputs)
-            with turn_to_compile(f"{self._gm.code}\n{kinds}"):
-                self._compiled[kinds] = _in_thread_of_its_own(compile_now)
+            later = AT_ONCE.get()
+            if later is not None and later(self, inputs):
+                return self._gm
+            with turn_to_compile(self.text(inputs)):
+                self.compile(inputs)
         return self._compiled[kinds]
+
+    def text(self, inputs: Sequence[Any]) -> str:
+        """Return what all that is compiled for such inputs depends on."""
+        return f"{self._gm.code}\n{_kinds(inputs)}"
+
+    @property
+    def graph(self) -> torch.fx.GraphModule:
+        """What is compiled, which does the same operator by operator."""
+        return self._gm
+
+    def compile(self, inputs: Sequence[Any]) -> None:
+        """Compile for such inputs, whoever else does."""
+        compile_now = functools.partial(self._compile, inputs)
+        self._compiled[_kinds(inputs)] = _in_thread_of_its_own(compile_now)
 
     def _compile(self, inputs: Sequence[Any]) -> Callable:
         from torch._inductor.compile_fx import compile_fx

@@ -23,6 +23,7 @@ from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.interface import recorded
 from zerofx.ir.parameters import ParameterTable
+from zerofx.lower.at_once import AtOnce
 from zerofx.lower.lowering import lower
 from zerofx.lower.regions import errors_of
 from zerofx.options import Options, ranks_of_machine
@@ -79,6 +80,7 @@ class Program:
             self.dump = self._new_dump(ctx)  # once more, without what another rank cannot keep
             self.rewritten, self.lowered = rewrite(step, ctx, self.dump)
         self.runtime: StepRuntime | None = None
+        self.at_once: AtOnce | None = None
 
     @property
     def gm(self) -> fx.GraphModule:
@@ -173,11 +175,17 @@ class Program:
             raise
         sources = runtime.sources()
         is_same_for_all = self.function.agreement.check(
-            self.rewritten.schedule, self.function.agreement_timeout_s, digest_of(sources)
+            (*self.rewritten.schedule, f"start: {options.start}"),
+            self.function.agreement_timeout_s,
+            digest_of(sources),
         )
         runtime.bind(sources if is_same_for_all else {})
         runtime.program = lower(self.lowered.gm, runtime.kernels())
-        compile_with_bar(runtime.program, self.function.name, communicator.rank)
+        self.at_once = self.function.at_once(self.rewritten, runtime.communicates)
+        if self.at_once is None:
+            compile_with_bar(runtime.program, self.function.name, communicator.rank)
+        else:
+            self.at_once.add(runtime.program)
         level = logging.INFO if self.number == 0 else logging.DEBUG
         if logger.isEnabledFor(level):
             logger.log(level, "%s", first_words(self))
@@ -214,7 +222,10 @@ class Program:
     def _run(self, runtime: StepRuntime, inputs: list[Any]) -> list[Any]:
         """Run the program, and say it if another rank runs or has compiled another one."""
         try:
-            with self.function.communicator.running(self.rewritten.digest):
+            with (
+                self.at_once.running() if self.at_once else contextlib.nullcontext(),
+                self.function.communicator.running(self.rewritten.digest),
+            ):
                 if self.options.check_order:
                     with CHECK.watching(runtime, self.lowered.gm.graph):
                         return runtime(inputs)

@@ -28,7 +28,7 @@ _COMPUTED_WHERE_READ = {
     *(aten._softmax, aten._softmax_backward_data),
     *(aten._log_softmax, aten._log_softmax_backward_data),
     *(aten.nll_loss_backward, aten.mse_loss),
-    *(aten.embedding, aten.gather, aten.index, aten.constant_pad_nd, aten.cat, aten.stack),
+    *(aten.embedding, aten.gather, aten.index, aten.constant_pad_nd),
     *(aten.slice_backward, aten.select_backward, aten._to_copy, aten.clone, aten.expand),
     *(aten.arange, aten.full, aten.full_like, aten.zeros_like, aten.ones_like),
     *(aten.new_zeros, aten.new_ones, aten.scalar_tensor),

@@ -165,6 +165,7 @@ class CompiledRegion(nn.Module):
         self.text = f"{_computation(gm.graph)}\n{donated}"
         self.compiled = self._known.setdefault(self.text, [])
         self.found: _Compiled | None = None  # of those, for the last inputs
+        self.waits = False  # runs operator by operator until it is taken over
 
     @property
     def is_to_compile(self) -> bool:
@@ -178,7 +179,15 @@ class CompiledRegion(nn.Module):
                 self.compiled.append(self._compile(self.like))
         return is_mine
 
+    def take(self) -> None:
+        """Run what is compiled from now on."""
+        if self.is_to_compile:
+            self.compile_ahead()
+        self.waits = False
+
     def forward(self, values: list[Any]) -> tuple[Any, ...]:
+        if self.waits:
+            return self._run_operators(values)
         found = self.found
         if found is None or (self.of_any_size and not found.holds_for(values)):
             found = self._find(values)
@@ -225,9 +234,9 @@ class CompiledRegion(nn.Module):
         return _Compiled(self._run_operators, lambda values: True, error=f"{trace}\n{self.gm.code}")
 
     def _run_operators(self, values: list[Any]) -> tuple[Any, ...]:
-        inputs = list(values)
+        inputs = [list(values)]
         values.clear()
-        return self.gm(inputs)
+        return self.gm.forward(inputs.pop())  # which lets go of each input behind its last reader
 
     def _run_first(self, found: _Compiled, values: list[Any]) -> tuple[Any, ...]:
         """Run, and note which results to copy from now on."""

@@ -1,0 +1,304 @@
+"""``start=at_once``: steps run operator by operator until a process has compiled what they need."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import fx, nn
+
+import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.kit.models import features, squared_loss
+from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.step_forms.form import step_with
+from tests.kit.trainings import Tower, program_of
+from zerofx import compat
+from zerofx.errors import StepError
+from zerofx.lower import at_once
+from zerofx.lower.at_once import AtOnce, Record
+from zerofx.lower.compile_process import packed, unpacked
+from zerofx.lower.regions import CompiledRegion, _Compiled
+from zerofx.runtime.comm.agreement import AgreementError
+
+aten = torch.ops.aten
+
+
+def body(constant=False):
+    graph = fx.Graph()
+    values = graph.placeholder("values")
+    compat.inductor.mark_emptied(values)
+    x = graph.call_function(__import__("operator").getitem, (values, 0))
+    x.meta["val"] = torch.empty(4)
+    x.name = "donated_0"
+    sine = graph.call_function(aten.sin.default, (x,))
+    total = graph.call_function(aten.sum.dim_IntList, (sine, [0]), {"dtype": torch.float64})
+    if constant:
+        total = graph.call_function(aten.add.Tensor, (total, graph.get_attr("one")))
+    graph.output((total, float("inf")))
+    root = {"one": torch.ones(())} if constant else {}
+    return fx.GraphModule(root, graph)
+
+
+def test_a_graph_travels_with_its_names():
+    gm = body()
+    again = unpacked(packed(gm))
+    assert again.code == gm.code and "donated_0" in gm.code
+    assert next(iter(again.graph.nodes)).meta == next(iter(gm.graph.nodes)).meta
+    given = torch.ones(4)
+    assert str(again([given])) == str(gm([given]))
+
+
+def test_a_graph_with_constants_stays():
+    assert packed(body(constant=True)) is None
+
+
+class Process:
+    """Compiles what a test says."""
+
+    def __init__(self):
+        self.given, self.done, self.is_closed = [], set(), False
+
+    def compile(self, work):
+        self.given.append(work.text)
+
+    def is_done(self, text):
+        return text in self.done
+
+    def wait(self, text):
+        self.done.add(text)
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """The one process of all ranks of a test."""
+    one = Process()
+    monkeypatch.setattr(at_once, "CompileProcess", lambda: one)
+    monkeypatch.setattr(CompiledRegion, "_known", {})
+
+    def compiled(region, values):
+        return _Compiled(region._run_operators, lambda values: True)
+
+    monkeypatch.setattr(CompiledRegion, "_compile", compiled)
+    return one
+
+
+def program(*sizes):
+    """A program of one region for each size."""
+    root = nn.Module()
+    for number, size in enumerate(sizes):
+        gm = body()
+        list(gm.graph.nodes)[1].meta["val"] = torch.empty(size)
+        root.add_module(f"region_{number}", CompiledRegion(gm, ()))
+    return root
+
+
+class Ranks:
+    """Two ranks that begin each step together."""
+
+    def __init__(self, *records):
+        self.theirs = b""
+        self.programs = [program(4, 8), program(4, 9)]
+        self.ranks = [AtOnce("step", self.exchange, record) for record in records or (None, None)]
+        for rank, one in zip(self.ranks, self.programs, strict=True):
+            rank.add(one)
+
+    def exchange(self, value):
+        return [value, self.theirs or value]
+
+    def step(self):
+        """One step of both: each sees what the other says."""
+        said = []
+        for rank in self.ranks:
+            ready = {name: rank._is_ready(name, None) for name in rank._units}
+            replays = rank.record is not None and rank.record.is_replayed
+            said.append(json.dumps([replays, ready]).encode())
+        for rank, theirs in zip(self.ranks, reversed(said), strict=True):
+            self.theirs = theirs
+            with rank.running():
+                pass
+
+    def waiting(self):
+        return [[one.waits for one in of.children()] for of in self.programs]
+
+
+def test_ranks_take_over_in_the_same_step(process):
+    both = Ranks()
+    first, second, others = (
+        one.text for one in (*both.programs[0].children(), list(both.programs[1].children())[1])
+    )
+    both.step()
+    process.done.add(first)
+    both.step()
+    assert both.waiting() == [[False, True], [False, True]]
+    process.done.add(second)  # and not the other rank's
+    both.step()
+    assert both.waiting() == [[False, True], [False, True]] and not process.is_closed
+    process.done.add(others)
+    both.step()
+    assert both.waiting() == [[False, False], [False, False]] and process.is_closed
+    assert [rank.taken for rank in both.ranks] == [{"region_0": 2, "region_1": 4}] * 2
+    assert all(rank.is_over for rank in both.ranks)
+
+
+def test_a_program_that_needs_nothing_compiled_is_over_with_its_third_step(process):
+    rank = AtOnce("step", lambda value: [value])
+    for _ in range(3):
+        with rank.running():
+            assert compat.inductor.AT_ONCE.get() is not None
+    assert rank.is_over and compat.inductor.AT_ONCE.get() is None
+
+
+def test_a_record_is_written_and_replayed(process, tmp_path):
+    path = tmp_path / "steps.json"
+    rank = AtOnce("step", lambda value: [value], Record(str(path), is_writer=True))
+    rank.add(program(4, 8))
+    for done in ([], process.given[:1], [], process.given):
+        process.done.update(done)
+        with rank.running():
+            pass
+    assert json.loads(path.read_text()) == {"step": {"region_0": 2, "region_1": 4}}
+    process.done.clear()
+    CompiledRegion._known.clear()
+    again = AtOnce("step", lambda value: [value], Record(str(path), is_writer=True))
+    again.add(program(4, 8))
+    for _ in range(4):
+        with again.running():
+            pass
+    assert again.taken == rank.taken and again.is_over
+
+
+def test_a_record_that_some_ranks_do_not_find(process, tmp_path):
+    (tmp_path / "steps.json").write_text("{}")
+    records = [Record(str(tmp_path / name), False) for name in ("steps.json", "elsewhere.json")]
+    with pytest.raises(StepError, match="some ranks find this file and others do not"):
+        Ranks(*records).step()
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"step": 3}', '{"step": {"region_0": "2"}}'])
+def test_a_record_that_is_none(text, tmp_path):
+    (tmp_path / "steps.json").write_text(text)
+    with pytest.raises(StepError, match="is no record of steps"):
+        Record(str(tmp_path / "steps.json"), is_writer=True)
+
+
+def trained(options, steps=12, process_seen=None):
+    """Train a tower; return losses, parameters, and what was taken over."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Tower(200)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    compiled = torch.compile(step_with(squared_loss), backend="zero", options=options)
+    batch = features(0, 8)[0][:, :6], torch.ones(8, 3)
+    losses = []
+    for step in range(steps):
+        losses.append(compiled(model, optimizer, *batch).item())
+        at = program_of(compiled).at_once
+        if process_seen is not None and step < 2:
+            process_seen(at)
+    return losses, [value.clone() for value in model.state_dict().values()], at
+
+
+def wait_for_all(at):
+    """Have the next step find all compiled that the first one has asked for."""
+    for unit in at._units.values():
+        at._process.wait(unit.text)
+
+
+@pytest.mark.slow(reason="another process imports torch and compiles")
+def test_a_step_takes_over_what_is_compiled_meanwhile(monkeypatch, caplog):
+    monkeypatch.setattr(CompiledRegion, "_known", {})
+    with caplog.at_level(logging.INFO, "zerofx"):
+        losses, parameters, at = trained(
+            {"start": "at_once", "stage": 3}, process_seen=wait_for_all
+        )
+    assert at.is_over and set(at.taken.values()) == {2, 3} and len(at.taken) > 4
+    assert "update_" in " ".join(at.taken)
+    assert "step 2 takes over region_" in caplog.text
+    eager, _, _ = trained({"lowering": "eager", "stage": 3})
+    assert losses[0] == eager[0], "the first step runs operator by operator"
+    compiled, others, _ = trained({"stage": 3})
+    torch.testing.assert_close(losses, compiled, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(parameters, others, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow(reason="another process imports torch and compiles")
+def test_a_process_that_dies_leaves_the_compiling_to_the_training(monkeypatch):
+    monkeypatch.setattr(CompiledRegion, "_known", {})
+
+    def kill(at):
+        at._process._process.kill()
+        wait_for_all(at)
+
+    _, parameters, at = trained({"start": "at_once", "stage": 2}, process_seen=kill)
+    assert at.is_over and at.taken
+    _, others, _ = trained({"stage": 2})
+    torch.testing.assert_close(parameters, others, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow(reason="another process imports torch and compiles")
+def test_a_record_repeats_a_training_to_the_bit(tmp_path, monkeypatch):
+    path = tmp_path / "steps.json"
+    monkeypatch.setattr(CompiledRegion, "_known", {})
+    options = {"start": f"at_once:{path}", "stage": 1}
+    first, parameters, at = trained(options, process_seen=wait_for_all)
+    assert json.loads(path.read_text()) == {at.name: at.taken}
+    number = int(at.name.removeprefix("step").removesuffix("_0"))
+    path.write_text(json.dumps({f"step{number + 1}_0": at.taken}))  # a process of its own counts so
+    monkeypatch.setattr(CompiledRegion, "_known", {})
+    again, others, at_again = trained(options)
+    assert at.taken == at_again.taken
+    assert first == again
+    for one, other in zip(parameters, others, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_a_cache_it_is_refused():
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        pytest.raises(StepError, match="start=at_once takes what another process compiles"),
+    ):
+        trained({"start": "at_once"}, steps=1)
+
+
+@pytest.mark.parametrize("start", ["later", "compiled:x", "at_once:", ""])
+def test_a_start_that_is_none(start):
+    with pytest.raises(ValueError, match="must be compiled, at_once or at_once:FILE"):
+        trained({"start": start}, steps=1)
+
+
+def on_rank(stage, slow_rank):
+    """Train where one rank has compiled what it needs only in its tenth step."""
+
+    def see(at):
+        wait_for_all(at)
+        if torch.distributed.get_rank() == slow_rank:
+            at._is_ready = lambda name, step: at.step >= 10
+
+    losses, parameters, at = trained({"start": "at_once", "stage": stage}, 16, see)
+    return losses, parameters, at.taken
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_ranks_stay_equal_to_the_bit(ranks, stage):  # noqa: F811
+    (_, one, steps), (_, other, its_steps) = ranks(2).run(on_rank, stage, 1, timeout_s=300.0)
+    assert min(steps.values()) == 10 and steps == its_steps
+    for mine, its in zip(one, other, strict=True):
+        assert torch.equal(mine, its)
+
+
+def start_apart():
+    start = "at_once" if torch.distributed.get_rank() else "compiled"
+    with pytest.raises(AgreementError, match="start: compiled"):
+        trained({"start": start}, steps=1)
+
+
+@pytest.mark.slow(reason="ranks compile")
+def test_ranks_that_start_otherwise_are_told(ranks):  # noqa: F811
+    ranks(2).run(start_apart)

@@ -1,0 +1,185 @@
+"""A program that runs operator by operator at first, while a process compiles what it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zerofx import compat
+from zerofx.compat.inductor import CompiledForAnyLength, Like
+from zerofx.errors import StepError
+from zerofx.lower.compile_process import CompileProcess, Work, packed
+from zerofx.lower.regions import CompiledRegion
+
+logger = logging.getLogger("zerofx")
+
+Exchange = Callable[[bytes], list[bytes]]
+"""Gives every rank's value for one's own, by rank."""
+
+STEPS_THAT_ASK = 2
+"""Steps after which no update asks for another kernel: the first ones are of states yet to make."""
+
+Steps = Mapping[str, int]
+"""The step in which each region and kernel was taken over, by its name."""
+
+
+class Record:
+    """A file of which step took over what, by program: written, or replayed if it is there.
+
+    Raises: StepError for a file that is none.
+    """
+
+    def __init__(self, path: str, is_writer: bool) -> None:
+        self.path, self.is_writer = Path(path), is_writer
+        self.steps: dict[str, Steps] = {}
+        self.is_replayed = self.path.exists()
+        if self.is_replayed:
+            try:
+                self.steps = json.loads(self.path.read_text())
+                assert all(
+                    isinstance(step, int) for of in self.steps.values() for step in of.values()
+                )
+            except (OSError, ValueError, AttributeError, AssertionError) as error:
+                raise StepError(
+                    f"start=at_once:{path}: this is no record of steps ({error}). Name a file that "
+                    "start=at_once:FILE has written, or one that is not there, to write it."
+                ) from None
+
+    def note(self, program: str, steps: Steps) -> None:
+        """Write what a program has taken over so far."""
+        if self.is_replayed or not self.is_writer:
+            return
+        self.steps[program] = dict(steps)
+        part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        part.write_text(json.dumps(self.steps, indent=1) + "\n")
+        part.replace(self.path)
+
+
+@dataclass
+class _Unit:
+    """A region, or an update's kernel, that is to be taken over once it is compiled."""
+
+    text: str
+    takes: dict[int, Callable[[], object]] = field(default_factory=dict)  # by who takes it
+
+
+class AtOnce:
+    """Takes over what is compiled at the beginning of a step, all ranks in the same one.
+
+    Ranks that compute the same, as whole parameters at stage 0, would else drift apart by last
+    bits: every step before all is taken over begins with an ``exchange``.  With a ``record`` that
+    is replayed, steps take over what it says, and wait for it.
+    """
+
+    def __init__(self, name: str, exchange: Exchange, record: Record | None = None) -> None:
+        self.name = name  # of the program
+        self.exchange = exchange
+        self.record = record
+        self.step = 0
+        self.is_over = False
+        self.taken: dict[str, int] = {}
+        self._units: dict[str, _Unit] = {}  # those that are not taken over yet
+        self._process: CompileProcess | None = None
+
+    def add(self, program: nn.Module) -> None:
+        """Have a program's regions compiled, but for those that are already."""
+        for name, region in program.named_children():
+            if not isinstance(region, CompiledRegion) or not region.is_to_compile:
+                continue
+            graph = packed(region.gm)
+            if graph is not None:  # else it is compiled when it first runs
+                region.waits = True
+                like = tuple(map(Like.of, region.like))
+                work = Work(region.text, graph, like, tuple(region.donated))
+                self._send(name, work, id(region), region.take)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Surround one step: it begins by taking over what is compiled on all ranks."""
+        if self.is_over:
+            yield
+            return
+        self._begin_step()
+        token = compat.inductor.AT_ONCE.set(self._later)
+        try:
+            yield
+        finally:
+            compat.inductor.AT_ONCE.reset(token)
+
+    def _later(self, kernel: CompiledForAnyLength, inputs: Sequence[Any]) -> bool:
+        """Have an update's kernel compiled; return whether it is taken over later."""
+        graph = None if self.is_over else packed(kernel.graph)
+        if graph is None:
+            return False
+        text, like = kernel.text(inputs), tuple(map(Like.of, inputs))
+        name = f"update_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+        def take() -> None:
+            kernel.compile([one.made() for one in like])
+
+        self._send(name, Work(text, graph, like, of_any_length=True), id(kernel), take)
+        return True
+
+    def _send(self, name: str, work: Work, by: int, take: Callable[[], object]) -> None:
+        self._units.setdefault(name, _Unit(work.text)).takes[by] = take
+        if self._process is None:
+            self._process = CompileProcess()
+        self._process.compile(work)
+
+    def _begin_step(self) -> None:
+        self.step += 1
+        replayed = self._replayed()
+        ready = {name: self._is_ready(name, replayed.get(name)) for name in self._units}
+        is_replayed = self.record is not None and self.record.is_replayed
+        every = [
+            json.loads(its) for its in self.exchange(json.dumps([is_replayed, ready]).encode())
+        ]
+        if any(its != is_replayed for its, _ in every):
+            assert self.record is not None
+            raise StepError(
+                f"start=at_once:{self.record.path}: some ranks find this file and others do not. "
+                "Put it where all ranks can read it."
+            )
+        names = set().union(*(its for _, its in every))
+        taken = sorted(name for name in names if all(its.get(name, True) for _, its in every))
+        for name in taken:
+            self.taken[name] = self.step
+            unit = self._units.pop(name, None)
+            for take in unit.takes.values() if unit else ():
+                take()
+        if taken:
+            logger.info(
+                "%s: step %d takes over %s; %d of %d are compiled",
+                *(self.name, self.step, ", ".join(taken)),
+                *(len(self.taken), len(self.taken) + len(names) - len(taken)),
+            )
+            if self.record is not None:
+                self.record.note(self.name, self.taken)
+        if self.step > STEPS_THAT_ASK and len(taken) == len(names):
+            self.is_over = True
+            if self._process is not None:
+                self._process.close()
+
+    def _replayed(self) -> Steps:
+        if self.record is None or not self.record.is_replayed:
+            return {}
+        return self.record.steps.get(self.name, {})
+
+    def _is_ready(self, name: str, step: int | None) -> bool:
+        """Return whether something is compiled, or is to be waited for and then is."""
+        assert self._process is not None
+        text = self._units[name].text
+        if step is None:
+            return self._process.is_done(text)
+        if step <= self.step:
+            self._process.wait(text)
+        return step <= self.step

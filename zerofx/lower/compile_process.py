@@ -1,0 +1,223 @@
+"""A process beside the training that compiles for it: what it has compiled is in Inductor's cache.
+
+Inductor saves the state of random numbers and restores it, and holds Python's lock: in a thread it
+would draw a step's masks twice, and slow it down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from queue import Empty, Queue
+from typing import IO, Any
+
+import torch
+from torch import fx
+
+from zerofx import compat
+from zerofx.compat.inductor import Like
+from zerofx.options import environment
+
+_EMPTIED = "steal_arg"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something to compile: a graph, for inputs like these.
+
+    ``text`` describes all that compiling depends on, as ``turn_to_compile`` takes it.  A graph
+    ``of_any_length`` is that of an update, else of a region, with positions of ``donated`` inputs.
+    """
+
+    text: str
+    graph: bytes
+    like: tuple[Like, ...]
+    donated: tuple[int, ...] = ()
+    of_any_length: bool = False
+
+
+def packed(gm: fx.GraphModule) -> bytes | None:
+    """Return a graph as bytes, from which ``unpacked`` makes one with the same names.
+
+    None for one with constants, or with anything else that is no operator and does not pickle.
+    """
+    position = {node: at for at, node in enumerate(gm.graph.nodes)}
+    if any(node.op not in ("placeholder", "call_function", "output") for node in position):
+        return None
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return "node", position[value]
+            if isinstance(value, torch._ops.OpOverload):
+                return (
+                    "operator",
+                    value.namespace,
+                    *value._schema.name.split("::")[1:],
+                    (value._overloadname),
+                )
+            return None
+
+    stream = io.BytesIO()
+    nodes = [
+        (each.op, each.name, each.target, each.args, each.kwargs, each.meta.get(_EMPTIED))
+        for each in position
+    ]
+    try:
+        pickler = Pickler(stream)
+        for node in nodes:
+            pickler.dump(node)
+            pickler.clear_memo()
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return None
+    return stream.getvalue()
+
+
+def unpacked(data: bytes) -> fx.GraphModule:
+    """Return the graph that ``packed`` has made bytes of."""
+    graph = fx.Graph()
+    made: list[fx.Node] = []
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, found: Any) -> Any:
+            kind, *rest = found
+            if kind == "node":
+                return made[rest[0]]
+            namespace, name, overload = rest
+            packet = getattr(getattr(torch.ops, namespace), name)
+            return getattr(packet, overload or "default")
+
+    stream = io.BytesIO(data)
+    while stream.tell() < len(data):
+        op, name, target, args, kwargs, is_emptied = Unpickler(stream).load()
+        node = graph.create_node(op, target, args, kwargs, name)
+        if is_emptied:
+            node.meta[_EMPTIED] = True
+        made.append(node)
+    return fx.GraphModule({}, graph)
+
+
+class CompileProcess:
+    """Compiles what it is given, largest first, and tells when each is in Inductor's cache.
+
+    It lives until ``close``, or until this process has ended, however it does.  If it ends by
+    itself, all that it was given counts as done: whoever needs it compiles it.
+    """
+
+    def __init__(self) -> None:
+        self._done: dict[str, threading.Event] = {}
+        self._has_ended = threading.Event()
+        self._is_ready = threading.Event()
+        code = f"from {__name__} import serve; serve()"
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**environment(), "PYTHONPATH": paths},
+        )
+        self._send(compat.inductor.settings())
+        threading.Thread(target=self._listen, name="zerofx listens", daemon=True).start()
+
+    def compile(self, work: Work) -> None:
+        """Have something compiled, if it is not under way."""
+        if work.text not in self._done:
+            self._done[work.text] = threading.Event()
+            self._send(work)
+
+    def is_done(self, text: str) -> bool:
+        """Return whether what ``text`` describes need not be waited for any longer."""
+        has_come = self._done[text].is_set() or self._has_ended.is_set()
+        return has_come and self._is_ready.is_set()
+
+    def wait(self, text: str) -> None:
+        """Return when that is so."""
+        while not self.is_done(text):
+            self._done[text].wait(0.01)
+
+    def close(self) -> None:
+        """End the process; what it is compiling is lost."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+
+    def _send(self, message: Any) -> None:
+        assert self._process.stdin is not None
+        try:
+            pickle.dump(message, self._process.stdin)
+            self._process.stdin.flush()
+        except (OSError, ValueError):
+            self._has_ended.set()
+
+    def _listen(self) -> None:
+        """Note what is done; meanwhile import what this process needs to take it over."""
+        threading.Thread(target=self._get_ready, name="zerofx imports", daemon=True).start()
+        assert self._process.stdout is not None
+        try:
+            while True:
+                self._done[pickle.load(self._process.stdout)].set()
+        except (EOFError, OSError, pickle.UnpicklingError):
+            self._has_ended.set()
+        self._process.wait()
+
+    def _get_ready(self) -> None:
+        try:
+            compat.inductor.prepare()
+        finally:
+            self._is_ready.set()
+
+
+def serve() -> None:
+    """Compile what comes through standard input, and answer through standard output."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what compilers print is no answer
+    requests: IO[bytes] = sys.stdin.buffer
+    compat.inductor.set_settings(pickle.load(requests))
+    waiting: Queue[Work] = Queue()
+
+    def listen() -> None:
+        try:
+            while True:
+                waiting.put(pickle.load(requests))
+        except (EOFError, OSError, pickle.UnpicklingError):
+            os._exit(0)  # the training has ended, or needs nothing more
+
+    threading.Thread(target=listen, daemon=True).start()
+    left: list[Work] = []
+    while True:
+        left += _arrived(waiting, wait=not left)
+        left.sort(key=lambda work: len(work.graph), reverse=True)
+        work = next((one for one in left if _compile(one, waits=False)), None)
+        if work is None:  # other ranks are compiling all that are left
+            work = left[0]
+            _compile(work, waits=True)
+        left.remove(work)
+        pickle.dump(work.text, answers)
+        answers.flush()
+
+
+def _arrived(waiting: Queue[Work], wait: bool) -> list[Work]:
+    found = [waiting.get()] if wait else []
+    while True:
+        try:
+            found.append(waiting.get_nowait())
+        except Empty:
+            return found
+
+
+def _compile(work: Work, waits: bool) -> bool:
+    """Compile something unless another process does; what fails is left to whoever needs it."""
+    with compat.compile_cache.turn_to_compile(work.text, waits) as is_mine:
+        if is_mine and not waits:
+            gm, like = unpacked(work.graph), [one.made() for one in work.like]
+            with contextlib.suppress(Exception):
+                if work.of_any_length:
+                    compat.inductor.CompiledForAnyLength(gm).compile(like)
+                else:
+                    compat.inductor.compile_with_inductor(gm, [like], work.donated)
+    return is_mine
