@@ -144,6 +144,7 @@ ZEROFX: dict[str, Build] = {
         for stage in (3, 2, 1, 0)
         for lowering in ("eager", "inductor")
     },
+    "zerofx 3 at once": with_zerofx(stage=3, start="at_once"),
     "zerofx 3 gathered once": with_zerofx(stage=3, memory_budget=2**40),
     "zerofx 3 offload": with_zerofx(stage=3, offload="optimizer"),
     "zerofx 2 offload": with_zerofx(stage=2, offload="optimizer"),

@@ -89,6 +89,7 @@ class AtOnce:
         self.taken: dict[str, int] = {}
         self._units: dict[str, _Unit] = {}  # those that are not taken over yet
         self._process: CompileProcess | None = None
+        self._works: list[Work] = []  # of the first step: the process would make it slower
 
     def add(self, program: nn.Module) -> None:
         """Have a program's regions compiled, but for those that are already."""
@@ -114,6 +115,10 @@ class AtOnce:
             yield
         finally:
             compat.inductor.AT_ONCE.reset(token)
+        if self._process is None and self._works:
+            self._process = CompileProcess()
+            for work in self._works:
+                self._process.compile(work)
 
     def _later(self, kernel: CompiledForAnyLength, inputs: Sequence[Any]) -> bool:
         """Have an update's kernel compiled; return whether it is taken over later."""
@@ -132,8 +137,9 @@ class AtOnce:
     def _send(self, name: str, work: Work, by: int, take: Callable[[], object]) -> None:
         self._units.setdefault(name, _Unit(work.text)).takes[by] = take
         if self._process is None:
-            self._process = CompileProcess()
-        self._process.compile(work)
+            self._works.append(work)
+        else:
+            self._process.compile(work)
 
     def _begin_step(self) -> None:
         self.step += 1
@@ -176,7 +182,8 @@ class AtOnce:
 
     def _is_ready(self, name: str, step: int | None) -> bool:
         """Return whether something is compiled, or is to be waited for and then is."""
-        assert self._process is not None
+        if self._process is None:
+            return False
         text = self._units[name].text
         if step is None:
             return self._process.is_done(text)

@@ -89,6 +89,8 @@ def unpacked(data: bytes) -> fx.GraphModule:
             kind, *rest = found
             if kind == "node":
                 return made[rest[0]]
+            if kind == "of torch":
+                return getattr(torch, rest[0])
             namespace, name, overload = rest
             packet = getattr(getattr(torch.ops, namespace), name)
             return getattr(packet, overload or "default")
@@ -122,14 +124,16 @@ class CompileProcess:
             stdout=subprocess.PIPE,
             env={**environment(), "PYTHONPATH": paths},
         )
-        self._send(compat.inductor.settings())
-        threading.Thread(target=self._listen, name="zerofx listens", daemon=True).start()
+        self._to_send: Queue[Any] = Queue()
+        self._to_send.put(compat.inductor.settings())
+        for run in (self._send, self._listen, self._get_ready):
+            threading.Thread(target=run, name="zerofx beside", daemon=True).start()
 
     def compile(self, work: Work) -> None:
         """Have something compiled, if it is not under way."""
         if work.text not in self._done:
             self._done[work.text] = threading.Event()
-            self._send(work)
+            self._to_send.put(work)
 
     def is_done(self, text: str) -> bool:
         """Return whether what ``text`` describes need not be waited for any longer."""
@@ -143,29 +147,27 @@ class CompileProcess:
 
     def close(self) -> None:
         """End the process; what it is compiling is lost."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.close()
+        self._to_send.put(None)
 
-    def _send(self, message: Any) -> None:
+    def _send(self) -> None:
+        """Send what is to be compiled: the process reads it once it has imported torch."""
         assert self._process.stdin is not None
-        try:
-            pickle.dump(message, self._process.stdin)
-            self._process.stdin.flush()
-        except (OSError, ValueError):
-            self._has_ended.set()
+        with contextlib.suppress(OSError), self._process.stdin as requests:
+            while (message := self._to_send.get()) is not None:
+                pickle.dump(message, requests)
+                requests.flush()
 
     def _listen(self) -> None:
-        """Note what is done; meanwhile import what this process needs to take it over."""
-        threading.Thread(target=self._get_ready, name="zerofx imports", daemon=True).start()
+        """Note what is done."""
         assert self._process.stdout is not None
-        try:
+        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
             while True:
                 self._done[pickle.load(self._process.stdout)].set()
-        except (EOFError, OSError, pickle.UnpicklingError):
-            self._has_ended.set()
+        self._has_ended.set()
         self._process.wait()
 
     def _get_ready(self) -> None:
+        """Import what this process needs to take over what is compiled."""
         try:
             compat.inductor.prepare()
         finally:
@@ -214,8 +216,8 @@ def _compile(work: Work, waits: bool) -> bool:
     """Compile something unless another process does; what fails is left to whoever needs it."""
     with compat.compile_cache.turn_to_compile(work.text, waits) as is_mine:
         if is_mine and not waits:
-            gm, like = unpacked(work.graph), [one.made() for one in work.like]
             with contextlib.suppress(Exception):
+                gm, like = unpacked(work.graph), [one.made() for one in work.like]
                 if work.of_any_length:
                     compat.inductor.CompiledForAnyLength(gm).compile(like)
                 else:
