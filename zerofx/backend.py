@@ -56,6 +56,10 @@ logger = logging.getLogger("zerofx")
 AGREEMENT_TIMEOUT_S = 300.0
 """The time that a rank waits for the others to have compiled the same schedule."""
 
+PAUSE = 2.0
+"""How long a step that runs operator by operator waits, times the last one, where ranks have no
+second core each: what compiles needs the same one, and a step is to take no more than three."""
+
 GRAPH_BREAK = (
     "zerofx compiles the whole step (forward, backward, clipping, update) as one program, and the "
     "line above cannot be traced into it. Move it out of the step, or write it with torch "
@@ -346,13 +350,23 @@ class CompiledFunction:
 
         if path and self.record is None:
             self.record = Record(path, is_writer=rank == 0)
-        return AtOnce(f"{self.name}_{len(self.at_once_digests) - 1}", exchange, self.record)
+        name = f"{self.name}_{len(self.at_once_digests) - 1}"
+        ranks, cores = ranks_of_machine(self.communicator.world_size), os.sched_getaffinity(0)
+        pause = 0.0 if len(cores) >= 2 * ranks else PAUSE
+        return AtOnce(name, exchange, self.record, pause)
 
     def _first_compilation(self, device: torch.device) -> None:
         """Read the environment and find the ranks, once per function."""
         if self.options is not None:
             return
         self.options = stopped(choose(self.user_options))
+        if (self.options.lowering, self.options.start, device.type) == (
+            "inductor",
+            "compiled",
+            "cpu",
+        ):
+            compat.inductor.import_inductor()
+            threading.Thread(target=compat.inductor.prepare, name="zerofx prepares").start()
         is_used = self.options.stage == 3 or self.options.offload
         if self.options.memory_budget is not None and not is_used:
             logger.warning(

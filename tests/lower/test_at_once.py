@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+import types
 
 import pytest
 import torch
 import torch._inductor.config
 from torch import fx, nn
+from torch._dynamo.utils import counters
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit.models import features, squared_loss
@@ -213,13 +216,31 @@ def wait_for_all(at):
         at._process.wait(unit.text)
 
 
+@pytest.fixture
+def imported_first():
+    """Has the process import a module of its own before all others, as scripts do."""
+    module = types.ModuleType("a_module_of_a_script")
+    module.torch = torch
+    others = dict(sys.modules)
+    sys.modules.clear()
+    sys.modules.update({module.__name__: module, **others})
+    yield
+    del sys.modules[module.__name__]
+
+
+@pytest.mark.usefixtures("imported_first")
 @pytest.mark.slow(reason="another process imports torch and compiles")
-def test_a_step_takes_over_what_is_compiled_meanwhile(monkeypatch, caplog):
+def test_a_step_takes_over_what_is_compiled_meanwhile(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(CompiledRegion, "_known", {})
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counters.clear()
     with caplog.at_level(logging.INFO, "zerofx"):
         losses, parameters, at = trained(
             {"start": "at_once", "stage": 3}, process_seen=wait_for_all
         )
+    assert counters["inductor"]["fxgraph_cache_hit"] >= 5
+    assert not counters["inductor"]["fxgraph_cache_miss"], "all is in the cache"
+    monkeypatch.undo()
     assert at.is_over and set(at.taken.values()) == {2, 3} and len(at.taken) > 4
     assert "update_" in " ".join(at.taken)
     assert "step 2 takes over region_" in caplog.text

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import ctypes
 import functools
 import importlib
+import pickle
+import pickletools
+import sys
+import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,15 +42,45 @@ def mark_emptied(placeholder: torch.fx.Node) -> None:
     placeholder.meta["steal_arg"] = True
 
 
-def prepare() -> None:
-    """Import what compiling, and loading what is compiled, needs; ask the processor once.
-
-    Private: ``pick_vec_isa``, of 2.11 to 2.15, which else the first region asks for.
-    """
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
+def import_inductor() -> None:
+    """Import it: 2 to 4 s.  Not at the top: only what compiles needs it."""
     importlib.import_module("torch._inductor.compile_fx")
-    pick_vec_isa()
+
+
+def prepare() -> None:
+    """Import what compiling needs, and find which vector instructions there are; once.
+
+    In a thread while other things go on, it takes less of a first call.
+    """
+    with _PREPARING:
+        _prepare()
+
+
+_PREPARING = threading.Lock()
+
+
+@functools.cache
+def _prepare() -> None:
+    """Do as ``prepare`` does.
+
+    Inductor has the C++ compiler try all kinds that the processor has, one after the other: 19 s
+    of a first call with an empty cache (torch 2.13, two CPU cores, November 2026).  A compiler
+    that makes the widest makes the others: with that one tried, the rest is taken for granted.
+
+    Private: ``cpu_vec_isa``, alike from 2.11 to 2.15; elsewhere Inductor tries them itself.  It can
+    go when torch tries one alone.
+    """
+    import_inductor()
+    from torch._inductor import config, cpu_vec_isa
+
+    with contextlib.suppress(AttributeError):
+        flags = cpu_vec_isa.x86_isa_checker()  # none of another processor
+        kinds = cpu_vec_isa.supported_vec_isa_list
+        widest = next((kind for kind in kinds if set(str(kind).split()) <= set(flags)), None)
+        if widest is not None and widest:
+            with config.patch({"cpp.vec_isa_ok": True}):
+                cpu_vec_isa.valid_vec_isa_list()  # which keeps what it finds
+        cpu_vec_isa.pick_vec_isa()
 
 
 def settings() -> dict[str, Any]:
@@ -58,6 +94,7 @@ def settings() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "matmul": {name: getattr(matmul, name) for name in _MATMUL if hasattr(matmul, name)},
         "precision": torch.get_float32_matmul_precision(),
+        "modules": _modules_in_keys(),
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -72,6 +109,21 @@ _MATMUL = (
 )
 
 
+def _modules_in_keys() -> list[str]:
+    """Return where pickle finds objects of torch that do not say their module.
+
+    That is the first imported module that has them, or has torch: as Inductor's keys are hashes of
+    pickles, these differ between programs that import otherwise (2.11 to 2.15).
+    """
+
+    def place(value: Any) -> str:
+        operations = pickletools.genops(pickle.dumps(value, protocol=4))
+        module, _ = (word for _, word, _ in operations if isinstance(word, str))
+        return module
+
+    return [place(torch.contiguous_format), place(torch.float32)]
+
+
 def set_settings(found: dict[str, Any]) -> None:
     """Set what another process's ``settings`` returned."""
     from torch._inductor import config
@@ -84,6 +136,12 @@ def set_settings(found: dict[str, Any]) -> None:
     for name, value in found["matmul"].items():
         if getattr(torch.backends.cuda.matmul, name) != value:
             setattr(torch.backends.cuda.matmul, name, value)
+    for name in set(found["modules"]) - set(_modules_in_keys()):
+        module = sys.modules.pop(name, None) or types.ModuleType(name)
+        vars(module).setdefault("torch", torch)
+        others = dict(sys.modules)
+        sys.modules.clear()
+        sys.modules.update({name: module, **others})
     is_deterministic, warns_only = found["deterministic"]
     torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
 
@@ -156,6 +214,8 @@ def compile_with_inductor(
     def compile_region() -> Callable:
         with torch.no_grad(), tracing(TracingContext(fakes)):
             examples = [list(map(static, values)) for values in inputs]
+            if any(_is_on_cpu(value) for values in examples for value in values):
+                prepare()
             return compile_fx(gm, examples, config_patches=IN_ORDER, **_donating(donated))
 
     return _in_thread_of_its_own(compile_region)
@@ -224,6 +284,10 @@ def _sizes(symbolic: Any, value: Any) -> Iterator[tuple[Any, Any]]:
 def _expressions(pairs: Sequence[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
     for symbolic, size in pairs:
         yield size, symbolic.node.expr if isinstance(symbolic, torch.SymInt) else sympify(symbolic)
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
 def _in_thread_of_its_own(function: Callable[[], Any]) -> Any:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,10 +81,18 @@ class AtOnce:
     is replayed, steps take over what it says, and wait for it.
     """
 
-    def __init__(self, name: str, exchange: Exchange, record: Record | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        exchange: Exchange,
+        record: Record | None = None,
+        pause: float = 0.0,
+    ) -> None:
         self.name = name  # of the program
         self.exchange = exchange
         self.record = record
+        self.pause = pause  # before a step, times what the last one took
+        self._took_s = 0.0
         self.step = 0
         self.is_over = False
         self.taken: dict[str, int] = {}
@@ -111,10 +120,12 @@ class AtOnce:
             return
         self._begin_step()
         token = compat.inductor.AT_ONCE.set(self._later)
+        begun_s = time.perf_counter()
         try:
             yield
         finally:
             compat.inductor.AT_ONCE.reset(token)
+        self._took_s = time.perf_counter() - begun_s
         if self._process is None and self._works:
             self._process = CompileProcess()
             for work in self._works:
@@ -143,6 +154,8 @@ class AtOnce:
 
     def _begin_step(self) -> None:
         self.step += 1
+        if self._units:  # so that the process has the core meanwhile
+            time.sleep(self.pause * self._took_s)
         replayed = self._replayed()
         ready = {name: self._is_ready(name, replayed.get(name)) for name in self._units}
         is_replayed = self.record is not None and self.record.is_replayed

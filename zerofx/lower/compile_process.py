@@ -126,8 +126,10 @@ class CompileProcess:
         )
         self._to_send: Queue[Any] = Queue()
         self._to_send.put(compat.inductor.settings())
-        for run in (self._send, self._listen, self._get_ready):
+        for run in (self._send, self._listen):
             threading.Thread(target=run, name="zerofx beside", daemon=True).start()
+        # Not one that the process may end beside: it imports.
+        threading.Thread(target=self._get_ready, name="zerofx prepares").start()
 
     def compile(self, work: Work) -> None:
         """Have something compiled, if it is not under way."""
