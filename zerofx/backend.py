@@ -37,6 +37,7 @@ from zerofx.deferred.block import leave_block
 from zerofx.errors import GraphError, StepError
 from zerofx.garbage import without_collections
 from zerofx.hardware import NOMINAL, Hardware
+from zerofx.ir.graph import updates
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import KeptGathered
 from zerofx.lower.at_once import AtOnce, Record
@@ -55,6 +56,9 @@ logger = logging.getLogger("zerofx")
 
 AGREEMENT_TIMEOUT_S = 300.0
 """The time that a rank waits for the others to have compiled the same schedule."""
+
+AT_ONCE_TIMEOUT_S = 1800.0
+"""The time that a rank waits for the others to begin a step, as long as gloo waits in one."""
 
 PAUSE = 2.0
 """How long a step that runs operator by operator waits, times the last one, where ranks have no
@@ -113,7 +117,7 @@ class CompiledFunction:
         self.why_not_sharded = ""  # of a step whose stage nobody has chosen yet
         self.attempt: int | None = None  # which one offload="auto" has come to
         self.choice: Choice | None = None  # what plan="auto" has come to
-        self.at_once_digests: set[int] = set()  # programs that started so
+        self.starting: dict[int, AtOnce] = {}  # by the program's digest
         self.record: Record | None = None  # of these
         self.copies = Copies(REGISTRY.host)
         self.delayed = DelayedUpdates()
@@ -323,37 +327,57 @@ class CompiledFunction:
         self.kept_gathered[mine.gathers] = kept
         return kept != mine
 
-    def at_once(self, made: Rewritten, communicates: bool) -> AtOnce | None:
-        """Return what takes over a program's regions once they are compiled, with all ranks.
+    def check_start(self) -> None:
+        """Find out whether programs can start at once, if they are to.
 
-        None where regions are compiled before the program runs: as ``start`` says, or of one that
-        communicates as another does, which some ranks may have compiled without the others.
+        Raises: StepError if Inductor has no cache, or for a file that cannot be used.
         """
         assert self.options is not None
         way, _, path = self.options.start.partition(":")
-        if way == "compiled" or made.digest in self.at_once_digests:
-            return None
-        if not compat.compile_cache.is_kept():
+        if way != "compiled" and not compat.compile_cache.is_kept():
             raise StepError(
                 f"start={way} takes what another process compiles from Inductor's cache, and "
                 "torch._inductor.config turns that off. Turn it on (TORCHINDUCTOR_FX_GRAPH_CACHE=1,"
                 " TORCHINDUCTOR_FORCE_DISABLE_CACHES unset), or use start=compiled."
             )
-        self.at_once_digests.add(made.digest)
-        rank, scope = self.communicator.rank, f"{self.agreement.scope}/{made.digest}"
-        agreement = Agreement(self.agreement.store, rank, self.communicator.world_size, scope)
+        path = os.path.abspath(path) if path else ""
+        if path and path not in self.backend.records:
+            self.backend.records[path] = Record(path, is_writer=self.communicator.rank == 0)
+        self.record = self.backend.records.get(path)
 
-        def exchange(value: bytes) -> list[bytes]:
-            if not communicates:  # a rank may call it alone
-                return [value]
-            return agreement.exchange((scope,), value, AGREEMENT_TIMEOUT_S)
+    def at_once(self, made: Rewritten, communicates: bool) -> AtOnce | None:
+        """Return what takes over regions once they are compiled, with all ranks; None as compiled.
 
-        if path and self.record is None:
-            self.record = Record(path, is_writer=rank == 0)
-        name = f"{self.name}_{len(self.at_once_digests) - 1}"
-        ranks, cores = ranks_of_machine(self.communicator.world_size), os.sched_getaffinity(0)
-        pause = 0.0 if len(cores) >= 2 * ranks else PAUSE
-        return AtOnce(name, exchange, self.record, pause)
+        Programs that communicate alike share it, for some ranks may run another of them than the
+        others do.
+        """
+        assert self.options is not None
+        if self.options.start == "compiled":
+            return None
+        if made.digest not in self.starting:
+            rank, scope = self.communicator.rank, f"{self.agreement.scope}/{made.digest}"
+            agreement = Agreement(self.agreement.store, rank, self.communicator.world_size, scope)
+            # What changes nothing that ranks have in common, they may call alone.
+            is_common = communicates or bool(updates(made.gm.graph))
+
+            def exchange(value: bytes) -> list[bytes]:
+                if not is_common:
+                    return [value]
+                try:
+                    return agreement.exchange((scope,), value, AT_ONCE_TIMEOUT_S)
+                except AgreementError as error:
+                    error.add_note(
+                        "With start=at_once the ranks meet where a step begins, until all is "
+                        "compiled: one has not begun it."
+                    )
+                    raise
+
+            name = f"{self.name}_{len(self.starting)}"
+            ranks, cores = ranks_of_machine(self.communicator.world_size), os.sched_getaffinity(0)
+            pause = 0.0 if len(cores) >= 2 * ranks else PAUSE
+            record = self.record if is_common else None
+            self.starting[made.digest] = AtOnce(name, exchange, record, pause)
+        return self.starting[made.digest]
 
     def _first_compilation(self, device: torch.device) -> None:
         """Read the environment and find the ranks, once per function."""
@@ -366,7 +390,7 @@ class CompiledFunction:
             "cpu",
         ):
             compat.inductor.import_inductor()
-            threading.Thread(target=compat.inductor.prepare, name="zerofx prepares").start()
+            compat.inductor.prepare_beside()
         is_used = self.options.stage == 3 or self.options.offload
         if self.options.memory_budget is not None and not is_used:
             logger.warning(
@@ -410,6 +434,7 @@ class ZeroBackend:
         self.active = threading.local()
         self.functions: weakref.WeakSet[CompiledFunction] = weakref.WeakSet()
         self.dump_folders: dict[str, DumpFolder] = {}  # by what options call them
+        self.records: dict[str, Record] = {}  # by their files' absolute paths
         self.dropped: set[types.CodeType] = set()  # functions of which torch has dropped a program
 
     def dump_folder(self, path: str | None) -> DumpFolder | None:

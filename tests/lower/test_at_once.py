@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
+import os
+import shutil
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +22,11 @@ from tests.kit.models import features, squared_loss
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.step_forms.form import step_with
 from tests.kit.trainings import Tower, program_of
-from zerofx import compat
+from zerofx import backend, compat
 from zerofx.errors import StepError
 from zerofx.lower import at_once
 from zerofx.lower.at_once import AtOnce, Record
-from zerofx.lower.compile_process import packed, unpacked
+from zerofx.lower.compile_process import CompileProcess, packed, unpacked
 from zerofx.lower.regions import CompiledRegion, _Compiled
 from zerofx.runtime.comm.agreement import AgreementError
 
@@ -33,7 +37,7 @@ def body(constant=False):
     graph = fx.Graph()
     values = graph.placeholder("values")
     compat.inductor.mark_emptied(values)
-    x = graph.call_function(__import__("operator").getitem, (values, 0))
+    x = graph.call_function(operator.getitem, (values, 0))
     x.meta["val"] = torch.empty(4)
     x.name = "donated_0"
     sine = graph.call_function(aten.sin.default, (x,))
@@ -186,6 +190,40 @@ def test_a_record_that_some_ranks_do_not_find(process, tmp_path):
         Ranks(*records).step()
 
 
+def test_a_record_that_cannot_be_written_is_refused_at_once(tmp_path):
+    path = str(tmp_path / "nowhere" / "steps.json")
+    with pytest.raises(StepError, match="it cannot be written"):
+        Record(path, is_writer=True)
+    assert not Record(path, is_writer=False).is_replayed
+
+
+def test_a_record_that_can_no_longer_be_written_is_said_and_left(tmp_path, caplog):
+    (folder := tmp_path / "folder").mkdir()
+    record = Record(str(folder / "steps.json"), is_writer=True)
+    record.note("one", {"region_0": 2})
+    record.note("other", {"region_0": 3})
+    assert json.loads(record.path.read_text()) == {"one": {"region_0": 2}, "other": {"region_0": 3}}
+    shutil.rmtree(folder)
+    for _ in range(2):
+        record.note("one", {"region_0": 2})
+    assert caplog.text.count("is not written any longer") == 1
+
+
+def test_what_is_asked_for_again_is_not_taken_over_twice(process):
+    rank = AtOnce("step", lambda value: [value])
+    kernels = [compat.inductor.CompiledForAnyLength(body()) for _ in range(2)]
+    inputs = [torch.ones(4)]
+    with rank.running():
+        assert rank._later(kernels[0], inputs) and rank._later(kernels[0], inputs)
+    assert len(process.given) == 1
+    (name,) = rank._units
+    with mock.patch.object(compat.inductor.CompiledForAnyLength, "compile") as compiles:
+        process.done.update(process.given)
+        with rank.running():
+            assert not rank._later(kernels[1], inputs), "Inductor's cache has it"
+    assert compiles.call_count == 1 and rank.taken == {name: 2} and process.is_closed
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", '{"step": 3}', '{"step": {"region_0": "2"}}'])
 def test_a_record_that_is_none(text, tmp_path):
     (tmp_path / "steps.json").write_text(text)
@@ -274,6 +312,7 @@ def test_a_record_repeats_a_training_to_the_bit(tmp_path, monkeypatch):
     assert json.loads(path.read_text()) == {at.name: at.taken}
     number = int(at.name.removeprefix("step").removesuffix("_0"))
     path.write_text(json.dumps({f"step{number + 1}_0": at.taken}))  # a process of its own counts so
+    monkeypatch.setattr(backend.zero, "records", {})
     monkeypatch.setattr(CompiledRegion, "_known", {})
     again, others, at_again = trained(options)
     assert at.taken == at_again.taken
@@ -315,6 +354,42 @@ def test_ranks_stay_equal_to_the_bit(ranks, stage):  # noqa: F811
     assert min(steps.values()) == 10 and steps == its_steps
     for mine, its in zip(one, other, strict=True):
         assert torch.equal(mine, its)
+
+
+def other_shapes_in_other_steps(stage):
+    """Train where each rank has its own number of rows in each step; return parameters."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Tower(200)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"start": "at_once", "stage": stage}
+    compiled = torch.compile(
+        step_with(squared_loss), backend="zero", options=options, dynamic=False
+    )
+    rows = ((4, 6, 4, 6, 4, 4), (5, 5, 5, 7, 5, 5))[torch.distributed.get_rank()]
+    for number in rows:
+        compiled(model, optimizer, torch.ones(number, 6), torch.ones(number, 3))
+    (first, second) = program_of(compiled).function.programs
+    assert first.at_once is second.at_once
+    assert first.at_once.step == len(rows) or first.at_once.is_over
+    return [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", (0, 3))
+def test_ranks_whose_shapes_change_in_other_steps(ranks, stage):  # noqa: F811
+    one, other = ranks(2).run(other_shapes_in_other_steps, stage, timeout_s=200.0)
+    for mine, its in zip(one, other, strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=0 if stage else 1e-6)
+
+
+@pytest.mark.slow(reason="another process imports torch")
+def test_the_process_ends_when_it_is_told_to_though_others_hold_its_pipe():
+    process = CompileProcess()
+    held = os.dup(process._process.stdin.fileno())
+    process.close()
+    assert process._process.wait(timeout=60) == 0
+    os.close(held)
 
 
 def start_apart():

@@ -48,12 +48,28 @@ def import_inductor() -> None:
 
 
 def prepare() -> None:
-    """Import what compiling needs, and find which vector instructions there are; once.
-
-    In a thread while other things go on, it takes less of a first call.
-    """
+    """Import what compiling needs, and find which vector instructions there are; once."""
     with _PREPARING:
         _prepare()
+
+
+def prepare_beside() -> threading.Event:
+    """Do that in a thread, and give what tells that it is done, or has failed.
+
+    Not in one that the process may end beside, for it imports; where the process ends meanwhile,
+    imports fail, and nobody needs them.
+    """
+    has_ended = threading.Event()
+
+    def run() -> None:
+        try:
+            with contextlib.suppress(Exception):
+                prepare()
+        finally:
+            has_ended.set()
+
+    threading.Thread(target=run, name="zerofx prepares").start()
+    return has_ended
 
 
 _PREPARING = threading.Lock()
@@ -95,6 +111,8 @@ def settings() -> dict[str, Any]:
         "matmul": {name: getattr(matmul, name) for name in _MATMUL if hasattr(matmul, name)},
         "precision": torch.get_float32_matmul_precision(),
         "modules": _modules_in_keys(),
+        "dtype": torch.get_default_dtype(),
+        "fills": torch.utils.deterministic.fill_uninitialized_memory,
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -109,7 +127,14 @@ _MATMUL = (
 )
 
 
-def _modules_in_keys() -> list[str]:
+_WITHOUT_MODULE = {
+    "torch.contiguous_format": (torch, torch.contiguous_format),
+    "float32": (torch.float32, torch.float32),
+}
+"""Objects of torch, by name, that do not say their module; and what a module has that has them."""
+
+
+def _modules_in_keys() -> dict[str, str]:
     """Return where pickle finds objects of torch that do not say their module.
 
     That is the first imported module that has them, or has torch: as Inductor's keys are hashes of
@@ -121,7 +146,7 @@ def _modules_in_keys() -> list[str]:
         module, _ = (word for _, word, _ in operations if isinstance(word, str))
         return module
 
-    return [place(torch.contiguous_format), place(torch.float32)]
+    return {name: place(value) for name, (_, value) in _WITHOUT_MODULE.items()}
 
 
 def set_settings(found: dict[str, Any]) -> None:
@@ -136,9 +161,13 @@ def set_settings(found: dict[str, Any]) -> None:
     for name, value in found["matmul"].items():
         if getattr(torch.backends.cuda.matmul, name) != value:
             setattr(torch.backends.cuda.matmul, name, value)
-    for name in set(found["modules"]) - set(_modules_in_keys()):
+    torch.set_default_dtype(found["dtype"])
+    torch.utils.deterministic.fill_uninitialized_memory = found["fills"]
+    for name in set(found["modules"].values()) - set(_modules_in_keys().values()):
         module = sys.modules.pop(name, None) or types.ModuleType(name)
-        vars(module).setdefault("torch", torch)
+        for value, place in found["modules"].items():
+            if place == name:
+                vars(module).setdefault(value.partition(".")[0], _WITHOUT_MODULE[value][0])
         others = dict(sys.modules)
         sys.modules.clear()
         sys.modules.update({name: module, **others})

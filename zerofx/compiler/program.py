@@ -155,6 +155,7 @@ class Program:
         (step,) = self.captured
         nodes = self.lowered.gm.graph.nodes
         try:
+            self.function.check_start()
             optimizers = {handle: substitutes.optimizer_of(handle) for handle in self.optimizers}
             runtime = StepRuntime(
                 communicator,
@@ -182,7 +183,7 @@ class Program:
         runtime.bind(sources if is_same_for_all else {})
         runtime.program = lower(self.lowered.gm, runtime.kernels())
         self.at_once = self.function.at_once(self.rewritten, runtime.communicates)
-        if self.at_once is None:
+        if self.at_once is None or self.at_once.step:  # another program has begun
             compile_with_bar(runtime.program, self.function.name, communicator.rank)
         else:
             self.at_once.add(runtime.program)

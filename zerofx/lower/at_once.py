@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ Exchange = Callable[[bytes], list[bytes]]
 STEPS_THAT_ASK = 2
 """Steps after which no update asks for another kernel: the first ones are of states yet to make."""
 
+LONGEST_PAUSE_S = 2.0
+
 Steps = Mapping[str, int]
 """The step in which each region and kernel was taken over, by its name."""
 
@@ -36,33 +39,45 @@ Steps = Mapping[str, int]
 class Record:
     """A file of which step took over what, by program: written, or replayed if it is there.
 
-    Raises: StepError for a file that is none.
+    One for all functions of a process that name the file.
+
+    Raises: StepError for a file that is none, or that cannot be written.
     """
 
     def __init__(self, path: str, is_writer: bool) -> None:
         self.path, self.is_writer = Path(path), is_writer
         self.steps: dict[str, Steps] = {}
         self.is_replayed = self.path.exists()
-        if self.is_replayed:
-            try:
+        try:
+            if self.is_replayed:
                 self.steps = json.loads(self.path.read_text())
-                assert all(
-                    isinstance(step, int) for of in self.steps.values() for step in of.values()
-                )
-            except (OSError, ValueError, AttributeError, AssertionError) as error:
-                raise StepError(
-                    f"start=at_once:{path}: this is no record of steps ({error}). Name a file that "
-                    "start=at_once:FILE has written, or one that is not there, to write it."
-                ) from None
+                steps = [step for of in self.steps.values() for step in of.values()]
+                assert all(isinstance(step, int) for step in steps), "steps are numbers"
+            elif is_writer:
+                self._part.write_text("")
+                self._part.unlink()
+        except (OSError, ValueError, AttributeError, AssertionError) as error:
+            what = "this is no record of steps" if self.is_replayed else "it cannot be written"
+            raise StepError(
+                f"start=at_once:{path}: {what} ({error}). Name a file that start=at_once:FILE has "
+                "written, to repeat that training, or one that is not there, in a folder that is."
+            ) from None
+
+    @property
+    def _part(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.{os.getpid()}")
 
     def note(self, program: str, steps: Steps) -> None:
         """Write what a program has taken over so far."""
         if self.is_replayed or not self.is_writer:
             return
         self.steps[program] = dict(steps)
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        part.write_text(json.dumps(self.steps, indent=1) + "\n")
-        part.replace(self.path)
+        try:
+            self._part.write_text(json.dumps(self.steps, indent=1) + "\n")
+            self._part.replace(self.path)
+        except OSError as error:
+            logger.warning("start=at_once:%s is not written any longer: %s", self.path, error)
+            self.is_writer = False
 
 
 @dataclass
@@ -126,18 +141,24 @@ class AtOnce:
         finally:
             compat.inductor.AT_ONCE.reset(token)
         self._took_s = time.perf_counter() - begun_s
-        if self._process is None and self._works:
+        if self._works:
             self._process = CompileProcess()
+            weakref.finalize(self, self._process.close).atexit = False  # it ends with this one
             for work in self._works:
                 self._process.compile(work)
+            self._works.clear()
 
     def _later(self, kernel: CompiledForAnyLength, inputs: Sequence[Any]) -> bool:
         """Have an update's kernel compiled; return whether it is taken over later."""
-        graph = None if self.is_over else packed(kernel.graph)
-        if graph is None:
-            return False
         text, like = kernel.text(inputs), tuple(map(Like.of, inputs))
         name = f"update_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        if self.is_over or name in self.taken:  # then Inductor's cache has it
+            return False
+        if name in self._units and id(kernel) in self._units[name].takes:
+            return True
+        graph = packed(kernel.graph)
+        if graph is None:
+            return False
 
         def take() -> None:
             kernel.compile([one.made() for one in like])
@@ -155,7 +176,7 @@ class AtOnce:
     def _begin_step(self) -> None:
         self.step += 1
         if self._units:  # so that the process has the core meanwhile
-            time.sleep(self.pause * self._took_s)
+            time.sleep(min(self.pause * self._took_s, LONGEST_PAUSE_S))
         replayed = self._replayed()
         ready = {name: self._is_ready(name, replayed.get(name)) for name in self._units}
         is_replayed = self.record is not None and self.record.is_replayed
@@ -183,10 +204,10 @@ class AtOnce:
             )
             if self.record is not None:
                 self.record.note(self.name, self.taken)
-        if self.step > STEPS_THAT_ASK and len(taken) == len(names):
-            self.is_over = True
-            if self._process is not None:
-                self._process.close()
+        if not self._units and self._process is not None:
+            self._process.close()
+            self._process = None
+        self.is_over = self.step > STEPS_THAT_ASK and len(taken) == len(names)
 
     def _replayed(self) -> Steps:
         if self.record is None or not self.record.is_replayed:

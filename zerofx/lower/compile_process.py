@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import pickle
 import subprocess
@@ -23,6 +24,8 @@ from torch import fx
 from zerofx import compat
 from zerofx.compat.inductor import Like
 from zerofx.options import environment
+
+logger = logging.getLogger("zerofx")
 
 _EMPTIED = "steal_arg"
 
@@ -115,21 +118,21 @@ class CompileProcess:
     def __init__(self) -> None:
         self._done: dict[str, threading.Event] = {}
         self._has_ended = threading.Event()
-        self._is_ready = threading.Event()
+        self._is_closed = False
         code = f"from {__name__} import serve; serve()"
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**environment(), "PYTHONPATH": paths},
+            env={**environment(), "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
+            start_new_session=True,  # Ctrl-C is for the training, with which it ends
         )
         self._to_send: Queue[Any] = Queue()
         self._to_send.put(compat.inductor.settings())
         for run in (self._send, self._listen):
             threading.Thread(target=run, name="zerofx beside", daemon=True).start()
-        # Not one that the process may end beside: it imports.
-        threading.Thread(target=self._get_ready, name="zerofx prepares").start()
+        self._is_ready = compat.inductor.prepare_beside()
 
     def compile(self, work: Work) -> None:
         """Have something compiled, if it is not under way."""
@@ -144,18 +147,22 @@ class CompileProcess:
 
     def wait(self, text: str) -> None:
         """Return when that is so."""
+        self._is_ready.wait()
         while not self.is_done(text):
             self._done[text].wait(0.01)
 
     def close(self) -> None:
         """End the process; what it is compiling is lost."""
+        self._is_closed = True
         self._to_send.put(None)
 
     def _send(self) -> None:
         """Send what is to be compiled: the process reads it once it has imported torch."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError), self._process.stdin as requests:
-            while (message := self._to_send.get()) is not None:
+            message: Any = self
+            while message is not None:  # which ends it: others may hold the pipe, if they fork
+                message = self._to_send.get()
                 pickle.dump(message, requests)
                 requests.flush()
 
@@ -166,14 +173,13 @@ class CompileProcess:
             while True:
                 self._done[pickle.load(self._process.stdout)].set()
         self._has_ended.set()
-        self._process.wait()
-
-    def _get_ready(self) -> None:
-        """Import what this process needs to take over what is compiled."""
-        try:
-            compat.inductor.prepare()
-        finally:
-            self._is_ready.set()
+        status = self._process.wait()
+        if not self._is_closed:
+            logger.warning(
+                "the process that compiles for start=at_once has ended (status %d): the ranks "
+                "compile what is missing, when a step begins",
+                status,
+            )
 
 
 def serve() -> None:
@@ -186,9 +192,9 @@ def serve() -> None:
 
     def listen() -> None:
         try:
-            while True:
-                waiting.put(pickle.load(requests))
-        except (EOFError, OSError, pickle.UnpicklingError):
+            while (work := pickle.load(requests)) is not None:
+                waiting.put(work)
+        finally:
             os._exit(0)  # the training has ended, or needs nothing more
 
     threading.Thread(target=listen, daemon=True).start()
