@@ -1,4 +1,4 @@
-"""What Inductor does not put into memory of its own is not counted there."""
+"""Fusion leaves out results that Inductor computes where they are read, or writes over others."""
 
 from __future__ import annotations
 

@@ -61,6 +61,12 @@ def test_a_graph_travels_with_its_names():
     assert str(again([given])) == str(gm([given]))
 
 
+def test_a_graph_travels_without_the_modules_of_a_script(imported_first):
+    data = packed(body())
+    del sys.modules[imported_first]
+    assert unpacked(data).code == body().code
+
+
 def test_a_graph_with_constants_stays():
     assert packed(body(constant=True)) is None
 
@@ -262,8 +268,8 @@ def imported_first():
     others = dict(sys.modules)
     sys.modules.clear()
     sys.modules.update({module.__name__: module, **others})
-    yield
-    del sys.modules[module.__name__]
+    yield module.__name__
+    sys.modules.pop(module.__name__, None)
 
 
 @pytest.mark.usefixtures("imported_first")

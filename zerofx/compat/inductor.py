@@ -42,6 +42,11 @@ def mark_emptied(placeholder: torch.fx.Node) -> None:
     placeholder.meta["steal_arg"] = True
 
 
+def is_emptied(node: torch.fx.Node) -> bool:
+    """Return whether ``mark_emptied`` has marked a node."""
+    return bool(node.meta.get("steal_arg"))
+
+
 def import_inductor() -> None:
     """Import it: 2 to 4 s.  Not at the top: only what compiles needs it."""
     importlib.import_module("torch._inductor.compile_fx")
@@ -404,7 +409,7 @@ class CompiledForAnyLength:
 
     @property
     def graph(self) -> torch.fx.GraphModule:
-        """What is compiled, which does the same operator by operator."""
+        """The graph that is compiled; called, it runs operator by operator."""
         return self._gm
 
     def compile(self, inputs: Sequence[Any]) -> None:

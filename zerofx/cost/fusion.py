@@ -1,4 +1,4 @@
-"""What Inductor makes of regions: results that take no memory, or that of what they are made of.
+"""Tells which results take no memory of their own once Inductor compiles regions.
 
 It computes elementwise work where that is read, in one kernel with its reader, and writes a
 kernel's result over an input that nobody reads later.
@@ -40,7 +40,7 @@ _SUMS = {
 
 
 class Fusion:
-    """Tells which results of a program take no memory of their own once Inductor compiles regions.
+    """Finds what Inductor fuses in a program, and what it writes over.
 
     An estimate: what Inductor does depends on more, as on how often a value is read.
     """

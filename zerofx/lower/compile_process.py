@@ -27,8 +27,6 @@ from zerofx.options import environment
 
 logger = logging.getLogger("zerofx")
 
-_EMPTIED = "steal_arg"
-
 
 @dataclass(frozen=True)
 class Work:
@@ -59,17 +57,15 @@ def packed(gm: fx.GraphModule) -> bytes | None:
             if isinstance(value, fx.Node):
                 return "node", position[value]
             if isinstance(value, torch._ops.OpOverload):
-                return (
-                    "operator",
-                    value.namespace,
-                    *value._schema.name.split("::")[1:],
-                    (value._overloadname),
-                )
+                namespace, name = value._schema.name.split("::")
+                return "operator", namespace, name, value._overloadname
+            if isinstance(value, (torch.memory_format, torch.layout)):  # pickle finds no module
+                return "of torch", str(value).removeprefix("torch.")
             return None
 
     stream = io.BytesIO()
     nodes = [
-        (each.op, each.name, each.target, each.args, each.kwargs, each.meta.get(_EMPTIED))
+        (each.op, each.name, each.target, each.args, each.kwargs, compat.inductor.is_emptied(each))
         for each in position
     ]
     try:
@@ -103,7 +99,7 @@ def unpacked(data: bytes) -> fx.GraphModule:
         op, name, target, args, kwargs, is_emptied = Unpickler(stream).load()
         node = graph.create_node(op, target, args, kwargs, name)
         if is_emptied:
-            node.meta[_EMPTIED] = True
+            compat.inductor.mark_emptied(node)
         made.append(node)
     return fx.GraphModule({}, graph)
 

@@ -77,8 +77,7 @@ def pieces_of(
     are not in it are left out.  ``sockets`` counts the buffers that reductions on a CPU receive
     into.  ``ignored`` nodes allocate no result.  ``largest`` counts updates as on the rank whose
     shard is largest, ``own`` what operators allocate for themselves; ``fusion`` leaves out what
-    Inductor does not make.  No guard is added on a
-    symbolic size.
+    Inductor does not make.  No guard is added on a symbolic size.
     """
     nodes = list(graph.nodes)
     found = allocations(
