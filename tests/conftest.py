@@ -1,7 +1,8 @@
 """Make ``backend="zero"`` known to torch when the package is run from its checkout.
 
 Plans are made with fixed figures, in the ranks that tests spawn too: nothing is measured, and a
-program is the same in every run.
+program is the same in every run.  Every program is captured and compiled, whatever earlier tests
+have kept.
 """
 
 import logging
@@ -21,6 +22,7 @@ from tests.kit.tiers import (  # noqa: F401  # hooks
 )
 
 os.environ.setdefault("ZEROFX_HARDWARE", "latency_s=2.5e-4 bytes_per_s=1e9")
+os.environ.setdefault("ZEROFX_PROGRAM_CACHE", "0")
 
 
 @pytest.fixture(autouse=True, scope="module")

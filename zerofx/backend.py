@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ from zerofx.compiler.best import Choice, Search, agreed
 from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.forecast import Ranks
 from zerofx.compiler.program import Program
+from zerofx.compiler.progress import counted
 from zerofx.compiler.rewrite import Rewritten
 from zerofx.deferred.block import leave_block
 from zerofx.errors import GraphError, StepError
@@ -119,6 +121,8 @@ class CompiledFunction:
         self.choice: Choice | None = None  # what plan="auto" has come to
         self.starting: dict[int, AtOnce] = {}  # by the program's digest
         self.record: Record | None = None  # of these
+        self.seconds: dict[str, float] = {}  # of the first call that is under way, by parts
+        self.called_s = 0.0
         self.copies = Copies(REGISTRY.host)
         self.delayed = DelayedUpdates()
         backend.functions.add(self)
@@ -139,6 +143,7 @@ class CompiledFunction:
                 "averaging gradients. Call it outside of that; zerofx.explain(step) counts what "
                 "a step does."
             )
+        self.called_s = time.perf_counter()
         wrappers = WrappersMet()
         previous = self.backend.function
         if previous is None:
@@ -165,6 +170,7 @@ class CompiledFunction:
         """Compile one graph that Dynamo has traced from this function."""
         if self.backend.stop is not None:
             return self._capture_alone(gm, inputs, self.backend.stop)
+        self.seconds = {"Dynamo": time.perf_counter() - self.called_s}
         devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
         device = max(devices, key=is_accelerator, default=torch.device("cpu"))
         self._first_compilation(device)
@@ -176,11 +182,13 @@ class CompiledFunction:
             else:
                 refuse_reads_of_states(gm, inputs, self.options.stage)
             if self.choice is None:
-                self.figures = self._figures(device)
+                with counted(self.seconds, "measuring"):
+                    self.figures = self._figures(device)
             capture = StepCapture(gm, inputs, communicator.mesh)
             code = compat.dynamo.code_being_compiled()
             self._refuse_runaway(code, {id(tensor) for tensor in capture.tensors})
-            compiled = capture.lower(self._run_passes)
+            with counted(self.seconds, "AOTAutograd"):
+                compiled = capture.lower(self._run_passes, self._is_kept())
             self.programs[-1].given(code, compiled)
             weakref.finalize(compiled, self.backend.dropped.add, code).atexit = False
             return compiled
@@ -189,6 +197,16 @@ class CompiledFunction:
         except Exception as error:
             self.agreement.fail(f"{type(error).__name__}: {error}")
             raise
+
+    def _is_kept(self) -> bool:
+        """Return whether programs of earlier starts are taken, and this one's kept for later ones.
+
+        Not while somebody looks at how they come about.
+        """
+        of = self.options
+        assert of is not None
+        is_on = of.program_cache and compat.compile_cache.is_kept()
+        return is_on and not (of.dump or of.validate or compat.aot.is_traced())
 
     def _capture_alone(self, gm: fx.GraphModule, inputs: list[Any], stop: Stop) -> Callable:
         """Capture a step without other ranks, for ``stop``, which ends the call."""
@@ -213,10 +231,11 @@ class CompiledFunction:
             return self._ranks(given).figures_for(self.options)
         name = f"the first call of compiled function {self.number}"  # as all ranks count them
         try:
-            return measured(self.communicator, device, name, AGREEMENT_TIMEOUT_S) or NOMINAL
+            found = measured(self.communicator, device, name, AGREEMENT_TIMEOUT_S, self._is_kept())
         except AgreementError as error:
             self.agreement.fail(str(error))  # to ranks that were given figures: they wait there
             raise
+        return found or NOMINAL
 
     @property
     def is_to_choose(self) -> bool:
@@ -284,8 +303,10 @@ class CompiledFunction:
 
     def _run_passes(self, step: CapturedStep) -> Callable:
         if self.is_to_choose:
-            step = self._choose(step)
-        program = Program(self, step)
+            with counted(self.seconds, "choosing"):
+                step = self._choose(step)
+        with counted(self.seconds, "passes"):
+            program = Program(self, step)
         self.num_programs += 1
         self.programs = [*(known for known in self.programs if known.is_in_use), program]
         return program

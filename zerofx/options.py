@@ -346,6 +346,8 @@ class Options:
     """``compiled`` compiles before the first call runs; ``at_once`` runs operator by operator until
     what is compiled meanwhile is ready; ``at_once:FILE`` records which step took what, or repeats
     it."""
+    program_cache: bool = _option(True, _SWITCH)
+    """Keep captured and compiled programs beside what Inductor keeps, and take them from there."""
     dump: str | None = _option(None, _FOLDER)
     """The folder that receives the program after every pass; None writes nothing."""
     validate: bool = _option(False, _SWITCH)

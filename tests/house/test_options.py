@@ -57,6 +57,7 @@ def test_defaults_are_the_contracts():
         "offload_checksums": False,
         "delayed_update": False,
         "start": "compiled",
+        "program_cache": True,
         "dump": None,
         "validate": False,
         "check_order": False,
@@ -479,7 +480,7 @@ def test_a_process_group_has_no_twin_and_the_error_says_so(text):
 
 def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     known = list(OPTIONS)
-    assert len(known) == 36
+    assert len(known) == 37
     assert words_of(ValueError, {"prefech": True}) == (
         f"option 'prefech' is unknown; did you mean 'prefetch'? Known: {', '.join(known)}"
     )
@@ -566,7 +567,7 @@ def test_the_users_dict_is_left_alone():
 def test_every_optional_pass_is_a_field_and_on_by_default():
     switches = {f.name for f in dataclasses.fields(Options) if isinstance(f.default, bool)}
     others = {"fuse_optimizer", "peer_memory", "master_weights", "stochastic_rounding"}
-    others |= {"offload_checksums", "delayed_update", "validate", "check_order"}
+    others |= {"offload_checksums", "delayed_update", "validate", "check_order", "program_cache"}
     assert switches == {*OPTIONAL_PASSES, *others}
     assert all(map(Options().enabled, OPTIONAL_PASSES))
 

@@ -34,7 +34,7 @@ class Watched:
     def run(self, rank: int, exchange: Callable, inputs: list[Any]) -> Any:
         """Run the graph itself with the kernels that dumped programs run with."""
         updates = Updates(self.table, partial(optimizer_over, self.captured))
-        reference = Reference(self.table, self.captured.mesh(rank), exchange, updates)
+        reference = Reference(self.table, self.captured.mesh_of(rank), exchange, updates)
         with torch.no_grad():
             return Interpreter(self.gm, self.gm.graph, reference).run(*inputs)
 

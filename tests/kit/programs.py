@@ -71,7 +71,7 @@ class Captured(CapturedStep):
     def graph(self) -> fx.Graph:
         return self.gm.graph
 
-    def mesh(self, rank: int = 0) -> Mesh:
+    def mesh_of(self, rank: int = 0) -> Mesh:
         return (
             Mesh(self.axes, rank, self.outer_stage)
             if self.axes
@@ -157,11 +157,11 @@ def clone(captured: Captured, world_size: int | None = None) -> Captured:
     copies: dict[fx.Node, fx.Node] = {}
     graph = copied(captured.graph, copies)
     world_size = world_size or captured.world_size
-    num_shards = captured.mesh().num_shards if captured.axes else world_size
+    num_shards = captured.mesh_of().num_shards if captured.axes else world_size
     infos = [dataclasses.replace(info, world_size=num_shards) for info in captured.table]
     return dataclasses.replace(
         captured,
-        gm=fx.GraphModule(captured.gm, graph),
+        traced=lambda: fx.GraphModule(captured.gm, graph),
         table=ParameterTable(tuple(infos)),
         world_size=world_size,
         after_passes={},
@@ -187,7 +187,7 @@ def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: obj
     return PassContext(
         resolved,
         captured.table,
-        captured.mesh(rank),
+        captured.mesh_of(rank),
         captured.num_backwards,
         figures=resolved.hardware or NOMINAL,
         whole_updates=whole_updates(captured),
@@ -215,7 +215,7 @@ def run_passes(
     names = [step.name for step in PIPELINE]
     pipeline = PIPELINE[: names.index(until) + 1] if until else rewrites(PIPELINE)
     table = captured.table
-    shard = captured.mesh(rank).shard
+    shard = captured.mesh_of(rank).shard
     table.parameters = tuple(dataclasses.replace(info, rank=shard) for info in table)
     ctx = context_of(captured, rank, stage, **options)
     return {report.name: report for report in run_pipeline(captured.gm, ctx, pipeline, on_program)}
@@ -514,7 +514,7 @@ class _Reference(Reference):
             return values
 
         updates = _Updates(captured, captured.table)
-        super().__init__(captured.table, captured.mesh(rank), exchange_alike, updates)
+        super().__init__(captured.table, captured.mesh_of(rank), exchange_alike, updates)
 
     def poison(self, dtype: torch.dtype) -> float:
         if dtype.is_floating_point:
@@ -782,7 +782,7 @@ def _check_lock_step(programs: Sequence[Captured]) -> None:
     if len(set(map(id, programs))) == 1:
         return
     for rank, program in enumerate(programs):
-        shard = program.mesh(rank).shard
+        shard = program.mesh_of(rank).shard
         assert {info.rank for info in program.table} <= {shard}, "programs are not by rank"
     rows = list(zip(*(program.graph.nodes for program in programs), strict=True))
     number = {node: position for position, row in enumerate(rows) for node in row}

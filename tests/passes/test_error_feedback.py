@@ -157,7 +157,7 @@ def batch_in(captured, values):
 
 def error_of_mean(kept, captured) -> torch.Tensor:
     """What all ranks have yet to bring, as their gradient's mean, of the only parameter."""
-    mesh = captured.mesh()
+    mesh = captured.mesh_of()
     inside = mesh.size(mesh.inner)
     total = torch.zeros(1600)
     for rank, errors in kept.items():

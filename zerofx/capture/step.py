@@ -6,9 +6,15 @@ so that passes never guess which tensor is a gradient.
 
 from __future__ import annotations
 
+import logging
+import os
+import pickle
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,34 +25,57 @@ from zerofx.capture.checks import argument, check_step, is_backward_call, readab
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.graph import copied_module, updates
-from zerofx.ir.interface import InputRole, recorded, set_input_role
+from zerofx.ir.interface import META, InputRole, recorded, set_input_role
+from zerofx.ir.key import (
+    NoKeyError,
+    described,
+    described_code,
+    described_graph,
+    described_tensor,
+    key_of,
+)
 from zerofx.ir.mesh import Mesh
+from zerofx.ir.packing import packed, unpacked
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.runtime.parameters.registry import REGISTRY
+
+logger = logging.getLogger("zerofx")
 
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """One traced step before any pass: flat aten, its inputs and results labelled."""
+    """One traced step before any pass: flat aten, its inputs and results labelled.
 
-    gm: fx.GraphModule
+    ``traced`` is the program as it was traced, or makes it of what an earlier start has kept: what
+    is captured does not depend on ranks.  ``key`` stands for all that it depends on, empty if there
+    is no such text.
+    """
+
+    traced: Callable[[], fx.GraphModule]
     table: ParameterTable
     tensors: tuple[nn.Parameter, ...]
     buffers: tuple[torch.Tensor, ...]
     num_backwards: int
+    updates: Counter[tuple[int, int]]
+    mesh: Mesh
+    key: str = ""
+
+    @cached_property
+    def gm(self) -> fx.GraphModule:
+        gm = self.traced()
+        recorded(gm.graph).mesh = self.mesh if self.mesh.outer else None
+        return gm
 
     @property
     def optimizers(self) -> tuple[int, ...]:
         """Handles of the optimizers whose steps the program runs."""
-        return tuple(dict.fromkeys(optimizer for optimizer, _ in updates(self.gm.graph)))
+        return tuple(dict.fromkeys(optimizer for optimizer, _ in self.updates))
 
     def on(self, mesh: Mesh) -> CapturedStep:
-        """The same step for other ranks: what is captured does not depend on them."""
-        gm = copied_module(self.gm)
-        recorded(gm.graph).mesh = mesh if mesh.outer else None
+        """The same step for other ranks."""
         cut = partial(replace, world_size=mesh.num_shards, rank=mesh.shard, parts=mesh.parts)
         table = ParameterTable(tuple(cut(info, assigned=None) for info in self.table))
-        return replace(self, gm=gm, table=table)
+        return replace(self, traced=lambda: copied_module(self.gm), table=table, mesh=mesh)
 
 
 class StepCapture:
@@ -135,6 +164,38 @@ class StepCapture:
             position: index_of[owner] for position, owner in owners.items() if owner in index_of
         }
 
+    def _key(self) -> str:
+        """Return what stands for all that lowering depends on; empty if there is no such text."""
+        tensors = [value for value in self.inputs if isinstance(value, torch.Tensor)]
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        begins = [tensor.storage_offset() for tensor in tensors]
+        shared = [  # how those lie to each other that are in one memory
+            (first := storages.index(storage), tensor.storage_offset() - begins[first])
+            for storage, tensor in zip(storages, tensors, strict=True)
+            if storages.count(storage) > 1
+        ]
+        settings = compat.aot.settings()
+        try:
+            if settings is None:
+                raise NoKeyError("operators with code of their own")
+            return key_of(
+                _code(),
+                described(settings),
+                described_graph(self.gm, ("example_value", "stack_trace", "custom")),
+                described(self.roles),
+                described([(info.name, info.shape, info.stride) for info in self.table]),
+                described(self.gradient_outputs),
+                *(
+                    described_tensor(t) if isinstance(t, torch.Tensor) else described(t)
+                    for t in self.inputs
+                ),
+                described([(t.is_leaf, t._is_view()) for t in tensors]),
+                described(shared),
+            )
+        except Exception as reason:  # whatever it is: the step is captured without
+            logger.info("a start after this one captures the step anew: it has %s", reason)
+            return ""
+
     def _check_positions(self, nodes: list[fx.Node]) -> None:
         """AOTAutograd passes inputs that share memory as one, if one is written: roles shift."""
         fakes = [node.meta.get("val") for node in nodes]
@@ -144,8 +205,27 @@ class StepCapture:
                 "of them. Pass a clone() of one."
             )
 
-    def lower(self, compiler: Callable[[CapturedStep], Callable]) -> Callable:
-        """Lower to aten and give the captured step to ``compiler``; return AOT's callable."""
+    def lower(
+        self, compiler: Callable[[CapturedStep], Callable], is_kept: bool = False
+    ) -> Callable:
+        """Lower to aten and give the captured step to ``compiler``; return AOT's callable.
+
+        If it ``is_kept``, an earlier start's program is taken that was captured of the same.
+        """
+        key = self._key() if is_kept else ""
+        step = partial(
+            CapturedStep,
+            table=self.table,
+            tensors=self.tensors,
+            buffers=self.buffers,
+            num_backwards=self.num_backwards,
+            mesh=self.mesh,
+            key=key,
+        )
+        found = compat.compile_cache.kept(key) if key else None
+        if found is not None:
+            updated, around, program = pickle.loads(found)
+            return around.run(compiler(step(partial(_unpacked, program), updates=updated)))
 
         def on_aten(gm: fx.GraphModule, _fake_inputs) -> Callable:
             nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -158,13 +238,58 @@ class StepCapture:
                     node._rename(f"{role.kind}_{self.table[role.parameter].name}")
             compat.aot.tag_backward_nodes(gm)
             recorded(gm.graph).gradients = self.gradient_outputs
-            recorded(gm.graph).updates = updates(gm.graph)
-            recorded(gm.graph).mesh = self.mesh if self.mesh.outer else None
-            return compiler(
-                CapturedStep(gm, self.table, self.tensors, self.buffers, self.num_backwards)
-            )
+            updated = updates(gm.graph)
+            recorded(gm.graph).updates = updated
+            around = compat.aot.around() if key and not constants else None
+            program = packed([gm.graph], META) if around is not None else None
+            if program is not None:
+                compat.compile_cache.keep(key, pickle.dumps((updated, around, program)))
+            return compiler(step(lambda: gm, updates=updated))
 
         return compat.aot.trace_to_aten(self.gm, self.inputs, on_aten)
+
+
+def _unpacked(program: bytes) -> fx.GraphModule:
+    (gm,), _ = unpacked(program)
+    return gm
+
+
+def _code() -> str:
+    """Return text for the code of this package, and for what of torch's a trace runs by its name.
+
+    As its files have it, and as its modules have it now: somebody may have replaced a function.
+    """
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith(_COMPILING) and module is not None
+    ]
+    return key_of(_files(), described_code((*modules, *_OF_TORCH)))
+
+
+_COMPILING = tuple(
+    f"zerofx.{room}."
+    for room in ("capture", "compiler", "passes", "codegen.rewrite", "verify", "ir")
+)
+"""Packages that have to do with what is captured, and with what passes make of it.
+
+All of their modules are imported with the backend.
+"""
+
+_OF_TORCH = (torch, torch.functional, torch.nn.functional, torch.autograd)
+
+
+@cache
+def _files() -> str:
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    # Two of the packages are links.
+    paths = sorted(
+        os.path.join(folder, name)
+        for folder, _, names in os.walk(root, followlinks=True)
+        for name in names
+        if name.endswith(".py")
+    )
+    return key_of(sys.version, *(Path(path).read_text(encoding="utf-8") for path in paths))
 
 
 def _kept_for(tensor: torch.Tensor) -> nn.Parameter | None:

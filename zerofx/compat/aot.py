@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch._functorch.config
 import torch.utils.checkpoint
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._guards import TracingContext
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.node import _get_qualified_name
 
 from zerofx.errors import GraphError
 
@@ -137,6 +142,108 @@ def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callabl
             decompositions=list_operators(),
             keep_inference_input_mutations=True,
         )
+
+
+@dataclass(frozen=True)
+class Around:
+    """What AOTAutograd does around a program that it has compiled, by positions.
+
+    It counts a version of the inputs that the program has ``written``, and returns an input itself
+    as a result that is one: ``given``, result -> input.
+    """
+
+    written: tuple[int, ...]
+    given: tuple[tuple[int, int], ...]
+
+    def run(self, program: Callable[[list[Any]], list[Any]]) -> Callable:
+        """Return what AOTAutograd would make of a program; without autocast, if it is on now."""
+        is_cast = torch._C._is_any_autocast_enabled()
+        without_autocast = torch._C._DisableAutocast if is_cast else contextlib.nullcontext
+
+        def run(*inputs: Any) -> list[Any]:
+            values = list(inputs)
+            own = [(result, values[position]) for result, position in self.given]
+            torch.autograd.graph.increment_version([values[at] for at in self.written])
+            del inputs
+            with torch.no_grad(), without_autocast():
+                results = program(values)
+            for result, value in own:
+                results[result] = value
+            return results
+
+        return run
+
+
+def around() -> Around | None:
+    """Return what AOTAutograd does around the program that it is having compiled.
+
+    None if it does more: writes to inputs, makes views of results again, sets whether gradients are
+    recorded.  Private: its metadata, alike from 2.11 to 2.15.
+    """
+    metadata = TracingContext.get().fw_metadata
+    assert metadata is not None, "while AOTAutograd calls the compiler"
+    kinds = (OutputType.non_alias, OutputType.is_input)
+    does_more = (
+        metadata.num_mutated_inp_runtime_indices
+        or metadata.num_intermediate_bases
+        or metadata.dynamic_outputs
+        or metadata.tokens
+        or metadata.is_rng_op_functionalized
+        or metadata.grad_enabled_mutation is not None
+        or any(info.output_type not in kinds for info in metadata.output_info)
+        or any(info.mutates_metadata for info in metadata.input_info)
+    )
+    if does_more:
+        return None
+    given = (
+        (at, info.base_idx)
+        for at, info in enumerate(metadata.output_info)
+        if info.output_type is OutputType.is_input
+    )
+    return Around(tuple(metadata.mutated_graph_handled_indices_seen_by_autograd), tuple(given))
+
+
+def name_of_function(function: Callable) -> str:
+    """Return the dotted name that a traced graph has for a function."""
+    name = _get_qualified_name(function)
+    return name if "." in name else f"builtins.{name}"
+
+
+def settings() -> list[Any] | None:
+    """Return what the tracing of a graph depends on beside it, as plain values.
+
+    None if somebody has given torch's operators code of their own.
+    """
+    flags = [
+        flag for flag in dir(torch._C) if flag.startswith("_get_") and flag.endswith(_FLAGS_END)
+    ]
+    kernels = torch.library._impls
+    if any(one.startswith("aten/") and _TRACED.search(one.rpartition("/")[2]) for one in kernels):
+        return None
+    device = torch.accelerator.current_accelerator()
+    kind = "" if device is None else str(torch.get_device_module(device).get_device_name())
+    autocasts = ("cpu", *([device.type] if device is not None else []))
+    return [
+        str(torch.__version__),
+        kind,
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch._C._len_torch_function_stack(),
+        torch.is_inference_mode_enabled(),
+        [(torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in autocasts],
+        torch.is_autocast_cache_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch._functorch.config.get_hash(),
+        [(flag, getattr(torch._C, flag)()) for flag in flags],
+        torch._C._get_deterministic_algorithms(),
+        list(torch._C._get_sdp_priority_order()),
+    ]
+
+
+_FLAGS_END = ("_enabled", "_deterministic", "_reduction", "_tf32", "_benchmark", "_warn_only")
+
+_TRACED = re.compile("Autograd|Composite|Autocast|Functionalize|Python")
+"""Dispatch keys of what runs while a graph is traced."""
 
 
 @functools.cache

@@ -1,15 +1,93 @@
-"""Inductor's cache on disk, which processes share: of those, one compiles what all need."""
+"""Inductor's cache on disk, which processes share: what one of them compiles, and our programs."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
+import tempfile
 from collections.abc import Iterator
+
+logger = logging.getLogger("zerofx")
 
 LOCKS = "zerofx.lock"
 """An empty file in the folder of the cache, of which each program has a byte to lock."""
+
+
+PROGRAMS = "zerofx"
+"""The folder of kept programs, in that of the cache."""
+
+MOST_BYTES = 2**30
+"""The most that kept programs take together; those go first that were not used for longest."""
+
+_failed: set[str] = set()
+
+
+def kept(key: str) -> bytes | None:
+    """Return what was kept under a key, whole as it was written; None if nothing is there."""
+    path = _path_of(key)
+    try:
+        with open(path, "rb") as file:
+            digest, data = file.read(_DIGEST), file.read()
+        if hashlib.sha256(data).digest() == digest:
+            os.utime(path)
+            return data
+        os.unlink(path)
+    except OSError:
+        pass
+    return None
+
+
+def keep(key: str, data: bytes) -> None:
+    """Keep bytes under a key, for other processes too, for as long as there is room.
+
+    What is there is whole at any moment: a process that is killed leaves a file of another name.
+    Where the folder takes nothing, that is said once, and nothing is kept.
+    """
+    path = _path_of(key)
+    folder = os.path.dirname(path)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        _make_room(folder, len(data) + _DIGEST)
+        descriptor, unfinished = tempfile.mkstemp(suffix=_UNFINISHED, dir=folder)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(hashlib.sha256(data).digest() + data)
+            os.replace(unfinished, path)
+        except BaseException:
+            os.unlink(unfinished)
+            raise
+    except OSError as error:
+        if folder not in _failed:
+            _failed.add(folder)
+            logger.warning("programs are compiled anew at the next start: %s", error)
+
+
+_DIGEST = hashlib.sha256().digest_size
+_UNFINISHED = ".unfinished"
+
+
+def _path_of(key: str) -> str:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return os.path.join(cache_dir(), PROGRAMS, key)
+
+
+def _make_room(folder: str, nbytes: int) -> None:
+    """Remove the files that were used longest ago, so that ``nbytes`` more are not too many."""
+    found = []
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another process removes them too
+            found.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+    room = MOST_BYTES - nbytes - sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if room >= 0:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        room += size
 
 
 @contextlib.contextmanager

@@ -39,12 +39,11 @@ def is_higher_order(target: Any) -> bool:
 
 def mark_emptied(placeholder: torch.fx.Node) -> None:
     """Let the compiled graph empty the list that it is given here, as it consumes what is in it."""
-    placeholder.meta["steal_arg"] = True
+    placeholder.meta[EMPTIED] = True
 
 
-def is_emptied(node: torch.fx.Node) -> bool:
-    """Return whether ``mark_emptied`` has marked a node."""
-    return bool(node.meta.get("steal_arg"))
+EMPTIED = "steal_arg"
+"""Inductor's name for that, among a node's metadata (2.11 to 2.15)."""
 
 
 def import_inductor() -> None:

@@ -37,6 +37,22 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
+def make_fake(
+    mode: FakeTensorMode,
+    layout: tuple[tuple[int, ...], tuple[int, ...], int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return a fake tensor of a shape, strides and offset, in elements.
+
+    Past the dispatch of the operator that would make it.
+    """
+    shape, stride, offset = layout
+    extent = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+    base = torch.empty(offset + (extent if 0 not in shape else 0), dtype=dtype, device="meta")
+    return FakeTensor(mode, base.as_strided(*layout), device)
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has elements in memory of its own: not fake, not wrapped, strided."""
     return not (

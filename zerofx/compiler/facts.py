@@ -9,7 +9,6 @@ from zerofx.capture.step import CapturedStep
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.codegen.rewrite.whole_tensors import whole_update_flops
 from zerofx.hardware import Hardware
-from zerofx.ir.graph import updates
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import KeptGathered, Place
 from zerofx.options import Options
@@ -52,7 +51,7 @@ def whole_updates(step: CapturedStep) -> dict[tuple[int, int], int]:
     }
     return {
         (handle, parameter): flops[handle][id(step.tensors[parameter])]
-        for handle, parameter in updates(step.gm.graph)
+        for handle, parameter in step.updates
         if id(step.tensors[parameter]) in flops.get(handle, ())
     }
 
@@ -73,7 +72,7 @@ def bytes_kept(step: CapturedStep, options: Options) -> dict[tuple[int, int], fl
     }
     return {
         (handle, parameter): kept[handle][id(step.tensors[parameter])]
-        for handle, parameter in updates(step.gm.graph)
+        for handle, parameter in step.updates
         if id(step.tensors[parameter]) in kept[handle]
     }
 
@@ -90,7 +89,7 @@ def parameters_elsewhere(
     if "params" in options.offload:
         everything = frozenset(info.index for info in step.table)
         return everything, everything if options.offload_tier == "nvme" else frozenset()
-    if options.stage < 3 or updates(step.gm.graph):
+    if options.stage < 3 or step.updates:
         return frozenset(), frozenset()
     bounds = {i: REGISTRY.lookup(tensor) for i, tensor in enumerate(step.tensors)}
     away = {i: bound for i, bound in bounds.items() if bound and bound.location != Location.DEVICE}

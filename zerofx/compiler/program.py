@@ -16,7 +16,7 @@ from zerofx.capture import substitutes
 from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import context_of
-from zerofx.compiler.progress import compile_with_bar
+from zerofx.compiler.progress import compile_with_bar, counted
 from zerofx.compiler.rewrite import described_optimizers, rewrite
 from zerofx.errors import StepError
 from zerofx.hardware import Hardware
@@ -66,6 +66,7 @@ class Program:
                     "or after the call."
                 )
         self.function = function
+        self.seconds = function.seconds  # of its first call, by parts
         self.number = function.num_programs
         self.parameters = {id(tensor) for tensor in step.tensors}
         self.optimizers = step.optimizers
@@ -184,7 +185,8 @@ class Program:
         runtime.program = lower(self.lowered.gm, runtime.kernels())
         self.at_once = self.function.at_once(self.rewritten, runtime.communicates)
         if self.at_once is None or self.at_once.step:  # another program has begun
-            compile_with_bar(runtime.program, self.function.name, communicator.rank)
+            with counted(self.seconds, "compiling regions"):
+                compile_with_bar(runtime.program, self.function.name, communicator.rank)
         else:
             self.at_once.add(runtime.program)
         level = logging.INFO if self.number == 0 else logging.DEBUG
@@ -209,10 +211,11 @@ class Program:
         if self.runtime is not None:
             return self._run(self.runtime, inputs)
         # Updates are traced as they will be in later calls.
-        with compat.tensors.without_dispatch_modes():
+        with compat.tensors.without_dispatch_modes(), counted(self.seconds, "taking charge"):
             self.runtime = self._make_ready()
         return_freed_memory()
-        results = self._run(self.runtime, inputs)
+        with counted(self.seconds, "running"):
+            results = self._run(self.runtime, inputs)
         return_freed_memory()
         if self.dump and self.dump.folder is not None:
             self.dump.write_file(EXPLANATION, explanation(self, with_seconds=False) + "\n")

@@ -1,9 +1,11 @@
-"""A bar on the terminal while a step's regions compile, if tqdm is there to draw it."""
+"""What a first call spends its time with, and a bar on the terminal while it compiles regions."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import time
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -11,6 +13,17 @@ from zerofx.lower import regions
 
 DELAY_S = 3.0
 """The time after which a bar is shown."""
+
+
+@contextlib.contextmanager
+def counted(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Count the seconds in here for a part of a first call, and for no part around it."""
+    begun_s, before_s = time.perf_counter(), sum(seconds.values())
+    try:
+        yield
+    finally:
+        within_s = sum(seconds.values()) - before_s
+        seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - begun_s - within_s
 
 
 def compile_with_bar(program: nn.Module, name: str, rank: int) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from torch import fx
 
+from zerofx import compat
 from zerofx.capture import substitutes
 from zerofx.capture.step import CapturedStep
 from zerofx.codegen.rewrite.storage import Precision
@@ -23,6 +24,9 @@ from zerofx.cost.timeline import predict
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
 from zerofx.ir.graph import Copies, copied_module
+from zerofx.ir.interface import META
+from zerofx.ir.key import NoKeyError, described, key_of
+from zerofx.ir.packing import packed, unpacked
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import Established, PassReport, run_pipeline, why_skipped
 from zerofx.passes.pipeline import PIPELINE, lowerings, rewrites
@@ -38,13 +42,15 @@ class Rewritten:
     """The program that is predicted, and that ranks agree on.
 
     ``ctx`` is what the passes were given, ``captured_peak`` the most that the captured program has
-    allocated at once, in bytes, if somebody logs it.
+    allocated at once, in bytes, if somebody logs it.  One that ``was_kept`` was made by an earlier
+    start.
     """
 
     gm: fx.GraphModule
     ctx: PassContext
     reports: tuple[PassReport, ...]
     captured_peak: int | None
+    was_kept: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -122,8 +128,15 @@ def rewrite(
 ) -> tuple[Rewritten, Lowered]:
     """Run all passes; dump, validate and time what they make.
 
+    Without a dump, and without validation, an earlier start's programs are taken that were made of
+    the same step by the same passes, for the same facts.
+
     Raises: what ``run_pipeline`` does; ValidationError.
     """
+    key = "" if dump or ctx.options.validate else _key(step, ctx)
+    found = compat.compile_cache.kept(key) if key else None
+    if found is not None:
+        return _unpacked(found, ctx)
     observers = _Observers(step, ctx, dump)
     hooks, established = (observers.on_program, observers.on_rejected), Established()
     gm = copied_module(step.gm)
@@ -137,7 +150,36 @@ def rewrite(
     if dump:
         timeline = predict(rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size)
         dump.write_summary((*rewritten.reports, *lowered.reports), str(timeline))
+    if key and (programs := _packed(rewritten, lowered)):
+        compat.compile_cache.keep(key, programs)
     return rewritten, lowered
+
+
+def _key(step: CapturedStep, ctx: PassContext) -> str:
+    """Return what stands for all that the passes' programs depend on; empty for no such text."""
+    if not step.key:
+        return ""
+    plain = replace(ctx, options=replace(ctx.options, process_group=None))
+    pipeline = [(each.name, each.lowers, *map(sorted, each.requires)) for each in PIPELINE]
+    try:
+        return key_of(step.key, described(plain), described(pipeline))
+    except NoKeyError as reason:
+        logger.info("a start after this one runs the passes anew: there is %s", reason)
+        return ""
+
+
+def _packed(made: Rewritten, lowered: Lowered) -> bytes | None:
+    """Return both programs as bytes, with what the passes have settled in the table."""
+    reports = [[replace(report, seconds=0.0) for report in of.reports] for of in (made, lowered)]
+    layout = {info.index: info.assigned for info in made.ctx.table if info.assigned is not None}
+    return packed([made.gm.graph, lowered.gm.graph], META, (reports, made.captured_peak, layout))
+
+
+def _unpacked(found: bytes, ctx: PassContext) -> tuple[Rewritten, Lowered]:
+    (gm, to_run), ((reports, of_lowering), captured_peak, layout) = unpacked(found)
+    ctx.table.assign(layout)
+    made = Rewritten(gm, ctx, tuple(reports), captured_peak, was_kept=True)
+    return made, Lowered(to_run, tuple(of_lowering))
 
 
 class _Observers:

@@ -15,6 +15,25 @@ from zerofx.ir.parameters import Decisions
 aten = torch.ops.aten
 
 
+META = (
+    "val",
+    "stack_trace",
+    "autograd_backward",
+    "recompute",
+    "ac_graph_id",
+    "source_name",
+    "zerofx",
+    "zerofx_input",
+    "zerofx_program",
+    "zerofx_gradient_of",
+    "zerofx_kept",
+    "zerofx_stands_for",
+    "zerofx_work",
+    "zerofx_region",
+)
+"""All metadata of nodes that is read of a program; dumps also name the user's modules."""
+
+
 @dataclass(frozen=True)
 class InputRole:
     """The role of an input: ``parameter``, ``gradient``, ``buffer``, ``number`` or ``other``.

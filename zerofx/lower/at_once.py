@@ -19,7 +19,8 @@ from torch import nn
 from zerofx import compat
 from zerofx.compat.inductor import CompiledForAnyLength, Like
 from zerofx.errors import StepError
-from zerofx.lower.compile_process import CompileProcess, Work, packed
+from zerofx.ir.packing import packed
+from zerofx.lower.compile_process import CompileProcess, Work
 from zerofx.lower.regions import CompiledRegion
 
 logger = logging.getLogger("zerofx")
@@ -120,7 +121,7 @@ class AtOnce:
         for name, region in program.named_children():
             if not isinstance(region, CompiledRegion) or not region.is_to_compile:
                 continue
-            graph = packed(region.gm)
+            graph = packed([region.gm.graph], [compat.inductor.EMPTIED])
             if graph is not None:  # else it is compiled when it first runs
                 region.waits = True
                 like = tuple(map(Like.of, region.like))
@@ -156,7 +157,7 @@ class AtOnce:
             return False
         if name in self._units and id(kernel) in self._units[name].takes:
             return True
-        graph = packed(kernel.graph)
+        graph = packed([kernel.graph.graph], [compat.inductor.EMPTIED])
         if graph is None:
             return False
 

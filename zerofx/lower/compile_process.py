@@ -7,7 +7,6 @@ would draw a step's masks twice, and slow it down.
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import pickle
@@ -18,11 +17,9 @@ from dataclasses import dataclass
 from queue import Empty, Queue
 from typing import IO, Any
 
-import torch
-from torch import fx
-
 from zerofx import compat
 from zerofx.compat.inductor import Like
+from zerofx.ir.packing import unpacked
 from zerofx.options import environment
 
 logger = logging.getLogger("zerofx")
@@ -41,67 +38,6 @@ class Work:
     like: tuple[Like, ...]
     donated: tuple[int, ...] = ()
     of_any_length: bool = False
-
-
-def packed(gm: fx.GraphModule) -> bytes | None:
-    """Return a graph as bytes, from which ``unpacked`` makes one with the same names.
-
-    None for one with constants, or with anything else that is no operator and does not pickle.
-    """
-    position = {node: at for at, node in enumerate(gm.graph.nodes)}
-    if any(node.op not in ("placeholder", "call_function", "output") for node in position):
-        return None
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, value: Any) -> Any:
-            if isinstance(value, fx.Node):
-                return "node", position[value]
-            if isinstance(value, torch._ops.OpOverload):
-                namespace, name = value._schema.name.split("::")
-                return "operator", namespace, name, value._overloadname
-            if isinstance(value, (torch.memory_format, torch.layout)):  # pickle finds no module
-                return "of torch", str(value).removeprefix("torch.")
-            return None
-
-    stream = io.BytesIO()
-    nodes = [
-        (each.op, each.name, each.target, each.args, each.kwargs, compat.inductor.is_emptied(each))
-        for each in position
-    ]
-    try:
-        pickler = Pickler(stream)
-        for node in nodes:
-            pickler.dump(node)
-            pickler.clear_memo()
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return None
-    return stream.getvalue()
-
-
-def unpacked(data: bytes) -> fx.GraphModule:
-    """Return the graph that ``packed`` has made bytes of."""
-    graph = fx.Graph()
-    made: list[fx.Node] = []
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, found: Any) -> Any:
-            kind, *rest = found
-            if kind == "node":
-                return made[rest[0]]
-            if kind == "of torch":
-                return getattr(torch, rest[0])
-            namespace, name, overload = rest
-            packet = getattr(getattr(torch.ops, namespace), name)
-            return getattr(packet, overload or "default")
-
-    stream = io.BytesIO(data)
-    while stream.tell() < len(data):
-        op, name, target, args, kwargs, is_emptied = Unpickler(stream).load()
-        node = graph.create_node(op, target, args, kwargs, name)
-        if is_emptied:
-            compat.inductor.mark_emptied(node)
-        made.append(node)
-    return fx.GraphModule({}, graph)
 
 
 class CompileProcess:
@@ -221,7 +157,8 @@ def _compile(work: Work, waits: bool) -> bool:
     with compat.compile_cache.turn_to_compile(work.text, waits) as is_mine:
         if is_mine and not waits:
             with contextlib.suppress(Exception):
-                gm, like = unpacked(work.graph), [one.made() for one in work.like]
+                (gm,), _ = unpacked(work.graph)
+                like = [one.made() for one in work.like]
                 if work.of_any_length:
                     compat.inductor.CompiledForAnyLength(gm).compile(like)
                 else:

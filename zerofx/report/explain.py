@@ -62,6 +62,7 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
         ("what each lane has to do", lanes),
         ("no schedule of these beats", milliseconds(timeline.bound_s)),
         ("what limits the step", limit_text(timeline)),
+        *(_first_call(program) if with_seconds else ()),
     ]
     tables = [
         title,
@@ -131,6 +132,13 @@ def _figures(program: Program) -> list[tuple[str, str]]:
         *((f"link along {axis}", str(link)) for axis, link in figures.links.items()),
         ("compute", f"{figures.of_ranks} ({figures.source})"),
     ]
+
+
+def _first_call(program: Program) -> list[tuple[str, str]]:
+    """Say what compiling and the first run took, by parts in their order."""
+    parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in program.seconds.items())
+    was_kept = "; the program is that of an earlier start" if program.rewritten.was_kept else ""
+    return [("first call", f"{sum(program.seconds.values()):.1f} s: {parts}{was_kept}")]
 
 
 def _passes(program: Program, with_seconds: bool) -> str:

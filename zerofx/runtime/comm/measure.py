@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+import platform
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +17,8 @@ import torch.distributed as dist
 
 from zerofx import compat
 from zerofx.accelerator import is_accelerator
-from zerofx.hardware import Hardware, Link, slowest_link, with_links
+from zerofx.hardware import NOMINAL, Hardware, Link, slowest_link, with_links
+from zerofx.ir.key import described, key_of
 from zerofx.runtime.comm.agreement import AgreementError, rendezvous
 from zerofx.runtime.comm.communication import Communicator
 
@@ -34,6 +37,10 @@ MATRIX = ({torch.float32: 512}, {torch.bfloat16: 4096, torch.float32: 4096})
 NUMEL = (2**22, 2**25)
 """Of a sum: enough to leave the caches, and two of them a quarter of a GB of an accelerator."""
 
+LIFE_S = 86400.0
+"""How long figures are taken for those of the machines still: a start that follows a crash makes
+the same plans, and need not capture and compile what it has."""
+
 _Kind = tuple[str, tuple[tuple[str, int], ...]]
 """A kind of device, and the axes along which ranks communicate with it."""
 
@@ -43,9 +50,16 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Kind, Hardware]] = (
 
 
 def measured(
-    communicator: Communicator, device: torch.device, name: str, timeout_s: float
+    communicator: Communicator,
+    device: torch.device,
+    name: str,
+    timeout_s: float,
+    is_kept: bool = False,
 ) -> Hardware | None:
     """The group's figures for tensors of this device; measured, collectively, at the first call.
+
+    If they are ``is_kept``, what all its ranks have measured within a day on the same machines is
+    not measured again.
 
     The slowest rank's, rounded to powers of two, so that noise rarely changes a plan.  On a mesh of
     two axes each has figures of its link.  ``name`` says what the ranks meet for.  None where there
@@ -67,7 +81,7 @@ def measured(
                 "options={'hardware': ...} or ZEROFX_HARDWARE"
             ) from None
         with torch.no_grad(), compat.tensors.real_tensors():
-            known[of] = _measure(communicator, device)
+            known[of] = _measure(communicator, device, is_kept)
     return known[of]
 
 
@@ -105,15 +119,22 @@ def _rounded_link(link: Link) -> Link:
     return Link(rounded(link.latency_s), rounded(link.bytes_per_s), link.overlaps)
 
 
-def _measure(communicator: Communicator, device: torch.device) -> Hardware:
+def _measure(communicator: Communicator, device: torch.device, is_kept: bool) -> Hardware:
     # Communicators of their own: what they send is no step's traffic.
     probe, mesh = Communicator(communicator.group), communicator.mesh
-    if mesh.outer:
-        axes = [axis for axis, _ in mesh.axes]
-        groups = [communicator.along(axis).group for axis in axes]
-        mine = figures_of_axes(dict(zip(axes, map(Communicator, groups), strict=True)), device)
-    else:
-        mine = own_figures(probe, device)
+    name = _name_of(communicator, device)
+    found = compat.compile_cache.kept(name) if is_kept else None
+    measured_s, mine = pickle.loads(found) if found else (-math.inf, NOMINAL)
+    is_new = time.time() - measured_s < LIFE_S
+    if probe.gather_whole(torch.tensor([float(is_new)], device=device)).min().item() < 1:
+        if mesh.outer:
+            axes = [axis for axis, _ in mesh.axes]
+            groups = [communicator.along(axis).group for axis in axes]
+            mine = figures_of_axes(dict(zip(axes, map(Communicator, groups), strict=True)), device)
+        else:
+            mine = own_figures(probe, device)
+        if is_kept:
+            compat.compile_cache.keep(name, pickle.dumps((time.time(), mine)))
     # By the ranks of all nodes, as all make the same plan.
     numbers = _numbers(mine)
     every = probe.gather_whole(torch.tensor(numbers, dtype=torch.float64, device=device))
@@ -121,6 +142,14 @@ def _measure(communicator: Communicator, device: torch.device) -> Hardware:
         (_with_numbers(mine, row) for row in every.view(-1, len(numbers)).tolist()),
         source=f"measured, the slowest of {probe.world_size} ranks",
     )
+
+
+def _name_of(communicator: Communicator, device: torch.device) -> str:
+    """Return what a rank's figures are kept under: its place among the ranks, and its machine."""
+    kind = torch.get_device_module(device).get_device_name() if is_accelerator(device) else ""
+    mesh, threads = communicator.mesh, torch.get_num_threads()
+    place = str(torch.__version__), platform.node(), device.type, kind, threads, mesh
+    return key_of(described(place))
 
 
 def _numbers(figures: Hardware) -> list[float]:

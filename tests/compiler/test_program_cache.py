@@ -1,0 +1,466 @@
+"""A start after another takes its programs from disk: the same, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import gc
+import itertools
+import logging
+import multiprocessing
+import os
+import random
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from tests.kit import models
+from tests.kit.covering import only
+from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.step_forms.form import FORMS, step_with
+from tests.kit.step_forms.training import built, rank_and_world_size, run, state_of, zero
+from zerofx import compat
+from zerofx.backend import zero as backend
+from zerofx.capture import substitutes
+from zerofx.compat import compile_cache
+from zerofx.compiler import rewrite
+from zerofx.runtime.comm import measure
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path / compile_cache.PROGRAMS
+
+
+@dataclasses.dataclass
+class Start:
+    """What a process that starts finds: its results, and what it had to make."""
+
+    results: object
+    traced: int
+    ran_passes: int
+
+
+def started(train, *arguments, is_kept: bool = True, **options) -> Start:
+    """Train as a process does that has just begun: with handles that begin anew."""
+    torch._dynamo.reset()
+    gc.collect()  # what is gone has no programs any more
+    with (
+        mock.patch.dict(os.environ, {"ZEROFX_PROGRAM_CACHE": str(int(is_kept))}),
+        mock.patch.object(substitutes, "_next_handle", itertools.count(1000)),
+        mock.patch.object(
+            compat.aot, "trace_to_aten", side_effect=compat.aot.trace_to_aten
+        ) as traces,
+        mock.patch.object(rewrite, "run_pipeline", side_effect=rewrite.run_pipeline) as passes,
+    ):
+        results = train(*arguments, **options)
+    return Start(results, traces.call_count, passes.call_count)
+
+
+def assert_alike(one, other):
+    leaves = [torch.utils._pytree.tree_leaves(results) for results in (one, other)]
+    for expected, actual in zip(*leaves, strict=True):
+        assert torch.equal(torch.as_tensor(expected), torch.as_tensor(actual))
+
+
+def train_form(name: str, stage: int, **options):
+    rank, world_size = rank_and_world_size()
+    training = built(name, zero(stage, validate=False, **options), rank)
+    results = run(name, training, range(STEPS), world_size, rank)
+    return results, state_of(training)
+
+
+SYMBOLIC = ("batches_whose_shape_changes", "batches_marked_dynamic")
+"""Forms that are captured for sizes in symbols: nothing of them is kept."""
+
+
+@pytest.mark.slow(reason="steps are compiled and run three times")
+@pytest.mark.parametrize(
+    "name",
+    only(
+        ("tied_weights_autocast_and_clipping", "checkpointed", "evaluation_after_each_step"),
+        [name for name in FORMS if not FORMS[name].only_exhaustive],
+    ),
+)
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_the_next_start_captures_nothing_and_trains_alike(name, stage):
+    without = started(train_form, name, stage, is_kept=False)
+    cold, warm = (started(train_form, name, stage) for _ in range(2))
+    assert_alike(without.results, cold.results)
+    assert_alike(without.results, warm.results)
+    if name not in SYMBOLIC:
+        assert cold.traced and cold.ran_passes
+        assert (warm.traced, warm.ran_passes) == (0, 0)
+
+
+def on_a_rank(folder: str, name: str, stage: int, **options) -> list[Start]:
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
+        return [started(train_form, name, stage, **options) for _ in range(2)]
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.parametrize("name, stage", [("tied_weights_autocast_and_clipping", 3), ("plain", 1)])
+def test_ranks_share_what_they_captured_and_have_programs_of_their_own(
+    ranks,  # noqa: F811
+    name,
+    stage,
+    tmp_path,
+):
+    of_ranks = ranks(2).run(on_a_rank, str(tmp_path), name, stage)
+    for cold, warm in of_ranks:
+        assert (warm.traced, warm.ran_passes) == (0, 0)
+        assert_alike(cold.results, warm.results)
+    num_programs = of_ranks[0][0].ran_passes // 2
+    kept = list((tmp_path / compile_cache.PROGRAMS).iterdir())
+    assert len(kept) == num_programs * 3  # what was captured, and of it a program for each rank
+
+
+def with_figures(folder: str, kept: bool) -> list[tuple]:
+    found = []
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder, "ZEROFX_HARDWARE": ""}):
+        os.environ.pop("ZEROFX_HARDWARE")
+        for _ in range(2):
+            measure._known.clear()
+            with mock.patch.object(measure, "own_figures", side_effect=measure.own_figures) as own:
+                started(train_form, "plain", 3, is_kept=kept)
+            functions = sorted(backend.functions, key=lambda function: function.number)
+            found.append((own.call_count, functions[-1].figures))
+    return found
+
+
+@pytest.mark.slow(reason="ranks measure, compile and train")
+@pytest.mark.parametrize("kept", [True, False])
+def test_figures_of_the_last_day_are_not_measured_again(ranks, kept, tmp_path):  # noqa: F811
+    for (times, figures), (times_then, figures_then) in ranks(2).run(
+        with_figures, str(tmp_path), kept
+    ):
+        assert (times, times_then) == (1, 0 if kept else 1)
+        assert figures == figures_then or not kept
+
+
+# Near misses: another step than the one before, by a little.
+
+
+class Tiny(nn.Module):
+    def __init__(self, width=4, **changed):
+        super().__init__()
+        self.at = {"eps": 1e-5, "factor": 2.0, "power": 2, "dropout": 0.0, "act": F.gelu, **changed}
+        self.body = nn.Linear(6, width, bias=self.at.get("bias", True))
+        self.norm = nn.LayerNorm(width, eps=self.at["eps"])
+        self.head = nn.Linear(width, 3)
+        self.register_buffer("table", torch.ones(self.at.get("rows", 3)))
+
+    def forward(self, x):
+        y = self.norm(self.at["act"](self.body(x)) * self.at["factor"])
+        y = F.dropout(y ** self.at["power"], self.at["dropout"], self.training)
+        return self.head(y) * self.table[:3]
+
+
+def mean_loss(model, x, y):
+    return F.mse_loss(model(x), y)
+
+
+def train_tiny(
+    model=Tiny,
+    loss=mean_loss,
+    optimizer=None,
+    between=None,
+    rows=4,
+    dtype=torch.float32,
+    prepare=lambda model: model,
+    around=contextlib.nullcontext,
+    **options,
+):
+    torch.manual_seed(0)
+    net = prepare(model().to(dtype))
+    optimizer = optimizer or functools.partial(torch.optim.SGD, lr=0.1)
+    updates = optimizer([p for p in net.parameters() if p.requires_grad])
+    step = step_with(loss, between=between)
+    options = {"lowering": "eager", "stage": 3, **options}
+    compiled = torch.compile(step, backend="zero", options=options)
+    found = []
+    with around():
+        for number in range(STEPS):
+            batch = models.features(number, rows)
+            torch.manual_seed(number)
+            found.append(compiled(net, updates, *(each.to(dtype) for each in batch)))
+    return found, [p.detach().clone() for p in net.state_dict().values()]
+
+
+def tiny(**changed):
+    return {"model": functools.partial(Tiny, **changed)}
+
+
+def frozen(model):
+    model.body.weight.requires_grad_(False)
+    return model
+
+
+def tied(model):
+    model.norm.bias = model.norm.weight
+    return model
+
+
+def evaluating(model):
+    return model.eval()
+
+
+def transposed(model):
+    model.body.weight.data = model.body.weight.data.t().contiguous().t()
+    return model
+
+
+def clipped(norm):
+    return lambda model: nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+
+def scaled(factor):
+    def between(model):
+        for p in model.parameters():
+            p.grad.mul_(factor)
+
+    return between
+
+
+def another_gelu(x, *args):
+    return F.relu(x) * 0.5
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class DoubledOtherwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+def of_torch(name, function):
+    return lambda: mock.patch.object(F, name, function)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+NEAR_MISSES = {
+    "eps of a norm": tiny(eps=1e-6),
+    "eps by one digit": tiny(eps=1.1e-5),
+    "a constant": tiny(factor=2.5),
+    "a constant of another type": tiny(factor=2),
+    "a negative constant": tiny(factor=-2.0),
+    "a power": tiny(power=3),
+    "dropout": tiny(dropout=0.5),
+    "other dropout": tiny(dropout=0.25),
+    "relu": tiny(act=F.relu),
+    "gelu's approximation": tiny(act=functools.partial(F.gelu, approximate="tanh")),
+    "silu": tiny(act=F.silu),
+    "a function of the user's": tiny(act=another_gelu),
+    "an autograd function": tiny(act=Doubled.apply),
+    "another backward alone": tiny(act=DoubledOtherwise.apply),
+    "no bias": tiny(bias=False),
+    "width": tiny(width=5),
+    "a buffer's rows": tiny(rows=4),
+    "sum for mean": {"loss": lambda m, x, y: F.mse_loss(m(x), y, reduction="sum")},
+    "another loss": {"loss": lambda m, x, y: F.l1_loss(m(x), y)},
+    "a weighted loss": {"loss": lambda m, x, y: 0.5 * F.mse_loss(m(x), y)},
+    "a loss by one digit": {"loss": lambda m, x, y: 1.0000001 * F.mse_loss(m(x), y)},
+    "a part of the batch": {"loss": lambda m, x, y: F.mse_loss(m(x[:2]), y[:2])},
+    "another part": {"loss": lambda m, x, y: F.mse_loss(m(x[2:]), y[2:])},
+    "a transposed product": {"loss": lambda m, x, y: (m(x).t() @ y).mean()},
+    "a detached part": {"loss": lambda m, x, y: F.mse_loss(m(x), y) + m(x).detach().mean()},
+    "clipping": {"between": clipped(1.0)},
+    "other clipping": {"between": clipped(0.5)},
+    "scaled gradients": {"between": scaled(0.5)},
+    "otherwise scaled": {"between": scaled(0.25)},
+    "Adam": {"optimizer": functools.partial(torch.optim.Adam, lr=0.1)},
+    "AdamW": {"optimizer": functools.partial(torch.optim.AdamW, lr=0.1)},
+    "a learning rate": {"optimizer": functools.partial(torch.optim.SGD, lr=0.2)},
+    "momentum": {"optimizer": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)},
+    "nesterov": {
+        "optimizer": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
+    },
+    "decay": {"optimizer": functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)},
+    "maximize": {"optimizer": functools.partial(torch.optim.SGD, lr=0.1, maximize=True)},
+    "more rows": {"rows": 6},
+    "double": {"dtype": torch.float64},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "autocast": {"around": autocast},
+    "a frozen weight": {"prepare": frozen},
+    "tied weights": {"prepare": tied},
+    "eval": {"model": functools.partial(Tiny, dropout=0.5), "prepare": evaluating},
+    "a weight in another order": {"prepare": transposed},
+    "a replaced gelu": {"around": of_torch("gelu", another_gelu), **tiny(act=lambda x: F.gelu(x))},
+    "a replaced linear": {"around": of_torch("linear", lambda x, w, b=None: (x @ w.t()) * 0.5 + b)},
+    "a replaced norm": {
+        "around": of_torch(
+            "layer_norm",
+            functools.wraps(F.layer_norm)(lambda x, *rest: torch.tanh(x)),
+        )
+    },
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "no buckets": {"bucket": False},
+    "small buckets": {"bucket_bytes": 8},
+    "narrow reductions": {"reduce_dtype": torch.bfloat16},
+    "deterministic": {"around": deterministic},
+}
+
+
+@pytest.fixture(scope="module")
+def of_the_plain_step(tmp_path_factory):
+    """A folder with what a start keeps of the step that all others nearly are."""
+    folder = tmp_path_factory.mktemp("kept")
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(folder)}):
+        plain = started(train_tiny)
+        assert started(train_tiny).traced == 0
+    return folder, plain.results
+
+
+@pytest.mark.slow(reason="steps are compiled twice")
+@pytest.mark.parametrize(
+    "name", only(("eps of a norm", "another backward alone", "a replaced norm"), NEAR_MISSES)
+)
+def test_a_near_miss_is_none_of_the_plain_step(name, of_the_plain_step, monkeypatch):
+    folder, plain = of_the_plain_step
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    changed = NEAR_MISSES[name]
+    expected = started(train_tiny, **changed, is_kept=False).results
+    assert_alike(expected, started(train_tiny, **changed).results)
+    assert_alike(expected, started(train_tiny, **changed).results)
+    again = started(train_tiny)
+    assert again.traced == 0
+    assert_alike(plain, again.results)
+
+
+def test_there_are_many_near_misses():
+    assert len(NEAR_MISSES) >= 50
+
+
+@pytest.mark.slow(reason="steps are compiled")
+def test_other_options_take_what_was_captured():
+    started(train_tiny)
+    expected = started(train_tiny, is_kept=False, stage=1, bucket=False)
+    other = started(train_tiny, stage=1, bucket=False)
+    assert (other.traced, other.ran_passes) == (0, 2)
+    assert_alike(expected.results, other.results)
+
+
+@pytest.mark.slow(reason="steps are compiled")
+@pytest.mark.parametrize("options", [{"dump": "dumped"}, {"validate": True}])
+def test_who_looks_at_passes_sees_them_run(options, tmp_path):
+    options = {name: tmp_path / "dumped" if name == "dump" else True for name in options}
+    for _ in range(2):
+        once = started(train_tiny, **options)
+        assert once.traced and once.ran_passes
+
+
+# Folders that fail.
+
+
+def test_what_is_kept_is_found_whole_or_not_at_all(folder):
+    compile_cache.keep("key", b"contents")
+    assert compile_cache.kept("key") == b"contents" and compile_cache.kept("other") is None
+    path = folder / "key"
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:5], whole[:-1], whole[:-1] + b"?", b"?" + whole[1:], whole + b"?"):
+        path.write_bytes(damaged)
+        assert compile_cache.kept("key") is None
+        assert not path.exists()
+        compile_cache.keep("key", b"contents")
+        assert compile_cache.kept("key") == b"contents"
+
+
+def test_those_go_first_that_were_not_used_for_longest(folder, monkeypatch):
+    monkeypatch.setattr(compile_cache, "MOST_BYTES", 3 * 132 + 10)
+    for number, key in enumerate("abc"):
+        compile_cache.keep(key, bytes(100))
+        os.utime(folder / key, (number, number))
+    assert compile_cache.kept("a") is not None  # which is now the last that was used
+    compile_cache.keep("d", bytes(100))
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "c", "d"]
+
+
+@pytest.mark.slow(reason="steps are compiled")
+@pytest.mark.parametrize("fails", ["full", "no folder"])
+def test_a_folder_that_takes_nothing_is_said_once(fails, folder, caplog, monkeypatch):
+    if fails == "full":
+        full = OSError(errno.ENOSPC, "No space left on device")
+        monkeypatch.setattr(compile_cache.os, "replace", mock.Mock(side_effect=full))
+    else:
+        folder.write_text("a file")
+    monkeypatch.setattr(compile_cache, "_failed", set())
+    with caplog.at_level(logging.WARNING, "zerofx"):
+        first, second = (started(train_tiny) for _ in range(2))
+    assert second.traced
+    assert_alike(first.results, second.results)
+    said = [record.message for record in caplog.records if "compiled anew" in record.message]
+    assert len(said) == 1
+    if fails == "full":
+        assert "No space left on device" in said[0] and not list(folder.iterdir())
+
+
+@pytest.mark.slow(reason="steps are compiled")
+def test_what_cannot_be_read_is_compiled(folder):
+    started(train_tiny)
+    for path in folder.iterdir():
+        path.write_bytes(b"of another kind")
+    again = started(train_tiny)
+    assert again.traced and again.ran_passes
+    assert started(train_tiny).traced == 0
+
+
+@pytest.mark.slow(reason="steps are compiled")
+def test_another_version_takes_nothing(monkeypatch):
+    started(train_tiny)
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert started(train_tiny).traced
+
+
+def keep_forever(folder: str) -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    for number in itertools.count():
+        compile_cache.keep(str(number % 3), bytes([number % 256]) * 2_000_000)
+
+
+@pytest.mark.slow(reason="30 processes write and are killed")
+def test_processes_that_are_killed_leave_nothing_half_written(tmp_path):
+    context = multiprocessing.get_context("fork")
+    draw = random.Random(0)
+    for _ in range(30):
+        process = context.Process(target=keep_forever, args=(str(tmp_path),))
+        process.start()
+        time.sleep(draw.uniform(0.0, 0.05))
+        process.kill()
+        process.join()
+        for key in "012":
+            data = compile_cache.kept(key)
+            assert data is None or (len(data), len(set(data))) == (2_000_000, 1)

@@ -1,0 +1,201 @@
+"""Keys: what differs has other text, and what text cannot stand for has none."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zerofx.ir.key import NoKeyError, described, described_code, described_tensor, key_of
+from zerofx.ir.mesh import Mesh
+
+VALUES = (
+    None,
+    True,
+    1,
+    1.0,
+    -0.0,
+    0.0,
+    float("inf"),
+    1e-5,
+    1.0000000001e-5,
+    1j,
+    "1",
+    b"1",
+    "a, b",
+    ("a", "b"),
+    ["a", "b"],
+    ("a, b",),
+    (("a",), "b"),
+    {"a": 1},
+    {"a": "1"},
+    {1, 2},
+    (1, 2),
+    slice(1, 2),
+    range(1, 2),
+    ...,
+    torch.float32,
+    torch.bfloat16,
+    torch.device("cpu"),
+    torch.device("meta"),
+    "cpu",
+    torch.strided,
+    torch.contiguous_format,
+    Mesh.flat(2),
+    Mesh.flat(2, 1),
+    torch.add,
+    operator.add,
+    F.gelu,
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.add.Scalar,
+    torch.ops.aten.add,
+)
+
+
+def test_values_that_differ_have_texts_that_differ():
+    texts = [described(value) for value in VALUES]
+    assert len(set(texts)) == len(texts)
+
+
+def test_texts_do_not_depend_on_the_order_of_sets():
+    assert described(frozenset("abcdef")) == described(frozenset("fedcba"))
+
+
+def test_keys_do_not_run_parts_together():
+    assert len({key_of("ab", "c"), key_of("a", "bc"), key_of("abc"), key_of("abc", "")}) == 4
+
+
+class OfTheUser:
+    pass
+
+
+def of_the_user(x):
+    return x
+
+
+@torch.library.custom_op("test_key::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        OfTheUser(),
+        of_the_user,
+        functools.partial(torch.add, 1),
+        lambda x: x,
+        torch.ones(2),
+        nn.Linear(2, 2),
+        torch.ops.test_key.doubled.default,
+        torch.ops.test_key.doubled,
+        torch.ops.higher_order.triton_kernel_wrapper_functional,
+        [1, {"a": OfTheUser()}],
+        torch.Generator(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_text_cannot_stand_for_has_none(value):
+    with pytest.raises(NoKeyError):
+        described(value)
+
+
+def test_a_function_in_the_place_of_torchs_is_not_torchs(monkeypatch):
+    described(F.gelu), described(torch.softmax)
+
+    @functools.wraps(F.layer_norm)
+    def mine(*args, **kwargs):
+        return 2 * F.rms_norm(*args, **kwargs)
+
+    monkeypatch.setattr(F, "layer_norm", mine)
+    assert F.layer_norm.__module__ == "torch.nn.functional"
+    with pytest.raises(NoKeyError):
+        described(F.layer_norm)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_tensors_are_told_by_all_but_their_elements():
+    base = torch.zeros(4, 4)
+    same = torch.ones(4, 4)
+    others = [
+        base.t(),
+        base[1:],
+        base[:, 1:],
+        base.double(),
+        base.to("meta"),
+        base.view(16),
+        torch.zeros(4, 4, requires_grad=True),
+        nn.Parameter(base),
+        torch.zeros(4, 4, dtype=torch.complex64),
+        torch.zeros(4, 4, dtype=torch.complex64).conj(),
+    ]
+    texts = [described_tensor(each) for each in (base, *others)]
+    assert len(set(texts)) == len(texts) and described_tensor(same) == texts[0]
+    with pytest.raises(NoKeyError):
+        described_tensor(base.as_subclass(Subclass))
+
+
+def module_of(source: str) -> types.ModuleType:
+    module = types.ModuleType("some_module")
+    exec(compile(source, "some_module.py", "exec"), module.__dict__)
+    return module
+
+
+SOURCE = """
+import functools
+FACTOR = 2
+class Rule:
+    width = 4
+    def run(self, x): return x + 1
+    @property
+    def size(self): return self.width
+def scale(x, by=3): return [x * by for _ in range(2)]
+@functools.cache
+def kept(x): return x
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("FACTOR = 2", "FACTOR = 3"),
+        ("width = 4", "width = 5"),
+        ("x + 1", "x + 2"),
+        ("x + 1", "x - 1"),
+        ("return self.width", "return self.height"),
+        ("by=3", "by=4"),
+        ("x * by", "x ** by"),
+        ("range(2)", "range(3)"),
+        ("def kept(x): return x", "def kept(x): return -x"),
+    ],
+)
+def test_changed_code_is_told(old, new):
+    assert old in SOURCE
+    before, after = (module_of(text) for text in (SOURCE, SOURCE.replace(old, new)))
+    assert described_code([before]) == described_code([module_of(SOURCE)])
+    assert described_code([before]) != described_code([after])
+
+
+def test_a_replaced_function_is_told(monkeypatch):
+    module = module_of(SOURCE)
+    found = {described_code([module])}
+    original = module.scale
+    for by in (1, 2):
+        monkeypatch.setattr(module, "scale", lambda x, by=by: original(x, by))
+        found.add(described_code([module]))
+
+    def of(factor):
+        return lambda x: original(x, factor)
+
+    for factor in (1, 2):
+        monkeypatch.setattr(module.Rule, "run", of(factor))
+        found.add(described_code([module]))
+    assert len(found) == 5
