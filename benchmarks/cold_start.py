@@ -1,10 +1,12 @@
-"""Measure how soon a training starts: nothing compiled before, in fresh processes.
+"""Measure how soon a training starts, and starts again: in fresh processes, at first with no cache.
 
     python benchmarks/cold_start.py
+    python benchmarks/cold_start.py --systems "zerofx 3" "FSDP2 + compile" --starts 2 --seconds 0
     python benchmarks/cold_start.py --systems "zerofx 3" "zerofx 3 at once" --layers 4 --rounds 1
 
-Systems take turns, each time with an empty TORCHINDUCTOR_CACHE_DIR that its ranks share.  Seconds
-from the first call, on the rank that is latest, medians over the rounds:
+Systems take turns, each time with an empty TORCHINDUCTOR_CACHE_DIR that its ranks share; a second
+start has what the first has left there.  Seconds from the first call, on the rank that is latest,
+medians over the rounds:
 
 first        the end of the first step
 second       the end of the second
@@ -75,29 +77,34 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=systems)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=1, help="one after the other, in one cache")
     parser.add_argument("--seconds", type=float, default=90.0, help="how long each trains at least")
     arguments = parser.parse_args()
     rows = []
     for layers in arguments.layers:
         sizes = Sizes(arguments.model, arguments.vocabulary, arguments.width, layers)
-        found: dict[str, list[Start]] = {name: [] for name in arguments.systems}
+        numbers = range(1, arguments.starts + 1)
+        found: dict[tuple[str, int], list[Start]] = {
+            (name, number): [] for name in arguments.systems for number in numbers
+        }
         for _ in range(arguments.rounds):
             for name in arguments.systems:
                 with tempfile.TemporaryDirectory() as folder:
                     environment = {"TORCHINDUCTOR_CACHE_DIR": folder}
                     given = name, sizes, arguments.seconds
-                    ranks = on_ranks(train, arguments.ranks, *given, environment=environment)
-                starts = map(start_of, ranks)
-                found[name].append(Start(*map(max, zip(*starts, strict=True))))
-                print(f"# {layers} {name}: {found[name][-1]}", flush=True)
-        for name, starts_of in found.items():
+                    for number in numbers:
+                        ranks = on_ranks(train, arguments.ranks, *given, environment=environment)
+                        slowest = Start(*map(max, zip(*map(start_of, ranks), strict=True)))
+                        found[name, number].append(slowest)
+                        print(f"# {layers} {name}, start {number}: {slowest}", flush=True)
+        for (name, number), starts_of in found.items():
             medians = map(statistics.median, zip(*starts_of, strict=True))
-            rows.append((name, layers, *(f"{each:.2f}" for each in medians)))
+            rows.append((name, number, layers, *(f"{each:.2f}" for each in medians)))
     print(
         f"\n{arguments.model} {arguments.width} wide, {arguments.ranks} ranks, 1 x {LENGTH} tokens "
         f"each, AdamW, fp32; torch {torch.__version__}\n"
     )
-    headers = ("system", "layers", "first s", "second s", "full speed s", "step s")
+    headers = ("system", "start", "layers", "first s", "second s", "full speed s", "step s")
     print(tabulate(rows, headers=headers, disable_numparse=True))
 
 

@@ -174,8 +174,8 @@ class StepCapture:
             for storage, tensor in zip(storages, tensors, strict=True)
             if storages.count(storage) > 1
         ]
-        settings = compat.aot.settings()
         try:
+            settings = compat.aot.settings()
             if settings is None:
                 raise NoKeyError("operators with code of their own")
             return key_of(
