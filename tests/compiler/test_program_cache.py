@@ -11,6 +11,7 @@ import itertools
 import logging
 import multiprocessing
 import os
+import pickle
 import random
 import time
 from unittest import mock
@@ -23,7 +24,7 @@ from torch import nn
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit import models
 from tests.kit.covering import only
-from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.ranks import ranks_fixture, start  # noqa: F401
 from tests.kit.step_forms.form import FORMS, step_with
 from tests.kit.step_forms.training import built, rank_and_world_size, run, state_of, zero
 from zerofx import compat
@@ -464,3 +465,45 @@ def test_processes_that_are_killed_leave_nothing_half_written(tmp_path):
         for key in "012":
             data = compile_cache.kept(key)
             assert data is None or (len(data), len(set(data))) == (2_000_000, 1)
+
+
+def tell(folder: str, pipe, is_kept: bool) -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    found = started(train_tiny, is_kept=is_kept, lowering="inductor", stage=1)
+    pipe.send(pickle.dumps(found))  # else tensors would travel in memory that this process shares
+
+
+def begun(folder: str, is_kept: bool = True):
+    """Return a process that starts to train, and where it tells its results."""
+    mine, its = multiprocessing.Pipe()
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=tell, args=(folder, its, is_kept))
+    start(process, 0)
+    its.close()
+    return process, mine
+
+
+def finished(*arguments) -> Start:
+    process, pipe = begun(*arguments)
+    found = pickle.loads(pipe.recv())
+    process.join()
+    return found
+
+
+@pytest.mark.nightly
+def test_a_start_after_thirty_that_were_killed_is_right(tmp_path):
+    folder, other = str(tmp_path / "killed"), str(tmp_path / "other")
+    began = time.perf_counter()
+    expected = finished(other, False)
+    whole_s = time.perf_counter() - began
+    draw = random.Random(0)
+    for _ in range(30):
+        process, pipe = begun(folder)
+        time.sleep(draw.uniform(0.0, whole_s))
+        process.kill()
+        process.join()
+        pipe.close()
+    assert_alike(expected.results, finished(folder).results)
+    again = finished(folder)
+    assert (again.traced, again.ran_passes) == (0, 0)
+    assert_alike(expected.results, again.results)
