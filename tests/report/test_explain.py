@@ -208,7 +208,17 @@ def explain(*arguments):
 
 def without_seconds(text):
     """The text with neither times nor what only columns of times make wide."""
+    text = re.sub(r"^first call .*\n", "", text, flags=re.MULTILINE)
     return [re.sub(r" +\d+\.\d{3}$|seconds$|-+", "", line).split() for line in text.splitlines()]
+
+
+def test_the_first_call_is_explained_by_parts():
+    (line,) = re.findall(r"^first call +(.*)$", train(), flags=re.MULTILINE)
+    total, parts = line.split(" s: ")
+    pairs = (part.rpartition(" ") for part in parts.split(", "))
+    seconds = {part: float(taken) for part, _, taken in pairs}
+    assert seconds.keys() >= {"Dynamo", "AOTAutograd", "passes", "taking charge", "running"}
+    assert sum(seconds.values()) == pytest.approx(float(total), abs=0.1)
 
 
 def test_a_dump_is_explained_as_the_step_was(tmp_path, capsys):
