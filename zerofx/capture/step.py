@@ -264,7 +264,7 @@ def _code() -> str:
         for name, module in list(sys.modules.items())
         if name.startswith(_COMPILING) and module is not None
     ]
-    return key_of(_files(), described_code((*modules, *_OF_TORCH)))
+    return key_of(_files(), described_code([*modules, *compat.aot.modules_traced()]))
 
 
 _COMPILING = tuple(
@@ -275,8 +275,6 @@ _COMPILING = tuple(
 
 All of their modules are imported with the backend.
 """
-
-_OF_TORCH = (torch, torch.functional, torch.nn.functional, torch.autograd)
 
 
 @cache

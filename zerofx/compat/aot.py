@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import operator
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -217,14 +219,21 @@ def settings() -> list[Any] | None:
     flags = [
         flag for flag in dir(torch._C) if flag.startswith("_get_") and flag.endswith(_FLAGS_END)
     ]
-    kernels = torch.library._impls
-    if any(one.startswith("aten/") and _TRACED.search(one.rpartition("/")[2]) for one in kernels):
+    kernels = "".join(
+        torch._C._dispatch_dump(name)
+        for name in sorted(torch._C._dispatch_get_all_op_names())
+        if name.startswith("aten::")
+    )
+    root = kernels.partition("registered at ")[2].partition("/build/")[0]
+    own = (root, os.path.dirname(torch.__file__))
+    if not all(place.startswith(own) for place in _REGISTERED.findall(kernels)):
         return None
     device = torch.accelerator.current_accelerator()
     kind = "" if device is None else str(torch.get_device_module(device).get_device_name())
     autocasts = ("cpu", *([device.type] if device is not None else []))
     return [
         str(torch.__version__),
+        hashlib.sha256(kernels.encode()).hexdigest(),
         kind,
         torch.get_default_dtype(),
         torch.get_default_device(),
@@ -242,8 +251,29 @@ def settings() -> list[Any] | None:
 
 _FLAGS_END = ("_enabled", "_deterministic", "_reduction", "_tf32", "_benchmark", "_warn_only")
 
-_TRACED = re.compile("Autograd|Composite|Autocast|Functionalize|Python")
-"""Dispatch keys of what runs while a graph is traced."""
+_REGISTERED = re.compile("registered at (.*)")
+
+
+def modules_traced() -> list[Any]:
+    """Return the modules whose functions run by their names while a graph is traced.
+
+    Private: where torch's Python functions find its operators (2.11 to 2.15).
+    """
+    operators = ("_nn", "_linalg", "_fft", "_special")
+    return [
+        torch,
+        torch.functional,
+        torch.nn.functional,
+        torch.autograd,
+        torch.fft,
+        torch.linalg,
+        torch.special,
+        torch.overrides,
+        torch._VF,
+        torch._tensor,
+        torch._C,
+        *(getattr(torch._C, name) for name in operators),
+    ]
 
 
 @functools.cache

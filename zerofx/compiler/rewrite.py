@@ -136,7 +136,7 @@ def rewrite(
     key = "" if dump or ctx.options.validate else _key(step, ctx)
     found = compat.compile_cache.kept(key) if key else None
     if found is not None:
-        return _unpacked(found, ctx)
+        return _unpacked(found, step, ctx)
     observers = _Observers(step, ctx, dump)
     hooks, established = (observers.on_program, observers.on_rejected), Established()
     gm = copied_module(step.gm)
@@ -160,12 +160,18 @@ def _key(step: CapturedStep, ctx: PassContext) -> str:
     if not step.key:
         return ""
     plain = replace(ctx, options=replace(ctx.options, process_group=None))
-    pipeline = [(each.name, each.lowers, *map(sorted, each.requires)) for each in PIPELINE]
+    pipeline = [(each.name, each.lowers, _place(each.run)) for each in PIPELINE]
     try:
+        if not all(place.startswith("zerofx.passes.") for _, _, place in pipeline):
+            raise NoKeyError("a pass from elsewhere")
         return key_of(step.key, described(plain), described(pipeline))
     except NoKeyError as reason:
         logger.info("a start after this one runs the passes anew: there is %s", reason)
         return ""
+
+
+def _place(run: Any) -> str:
+    return f"{getattr(run, '__module__', '')}.{getattr(run, '__qualname__', '')}"
 
 
 def _packed(made: Rewritten, lowered: Lowered) -> bytes | None:
@@ -175,9 +181,11 @@ def _packed(made: Rewritten, lowered: Lowered) -> bytes | None:
     return packed([made.gm.graph, lowered.gm.graph], META, (reports, made.captured_peak, layout))
 
 
-def _unpacked(found: bytes, ctx: PassContext) -> tuple[Rewritten, Lowered]:
+def _unpacked(found: bytes, step: CapturedStep, ctx: PassContext) -> tuple[Rewritten, Lowered]:
     (gm, to_run), ((reports, of_lowering), captured_peak, layout) = unpacked(found)
     ctx.table.assign(layout)
+    if captured_peak is None and logger.isEnabledFor(logging.INFO):
+        captured_peak = _peak_bytes(step.gm, ctx)
     made = Rewritten(gm, ctx, tuple(reports), captured_peak, was_kept=True)
     return made, Lowered(to_run, tuple(of_lowering))
 

@@ -7,12 +7,14 @@ import functools
 import hashlib
 import importlib
 import os
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+import typing_extensions
 from torch import fx, nn
 
 from zerofx import compat
@@ -102,7 +104,7 @@ def _function(function: Any) -> str:
         found = getattr(_resolved(owner), last, None)
     except Exception:  # it has no name, or none of a module
         place, found = repr(function), None
-    is_own = not isinstance(function, types.FunctionType) or _is_of_torch(function)
+    is_own = not isinstance(function, types.FunctionType) or _is_own(function.__code__.co_filename)
     if found is not function or not is_own or place.partition(".")[0] not in _MODULES:
         raise NoKeyError(f"function {place}")
     return place
@@ -114,10 +116,6 @@ _MODULES = ("torch", "operator", "_operator", "math", "builtins")
 def _namespace(operator: Any) -> str:
     name = getattr(operator, "_qualified_op_name", None) or operator._schema.name
     return str(name).partition("::")[0]
-
-
-def _is_of_torch(function: types.FunctionType) -> bool:
-    return function.__code__.co_filename.startswith(os.path.dirname(torch.__file__) + os.sep)
 
 
 def _resolved(path: str) -> Any:
@@ -183,57 +181,85 @@ def described_tensor(tensor: torch.Tensor) -> str:
 
 
 def described_code(modules: Iterable[types.ModuleType]) -> str:
-    """Return text for the functions and plain values that modules hold, whoever put them there."""
+    """Return text for which functions and plain values modules hold, whoever put them there.
+
+    Their code is that of torch's and of this package's files.
+
+    Raises: NoKeyError if a function is from elsewhere: what it does, only its caller knows.
+    """
     lines: list[str] = []
     for module in sorted(modules, key=lambda one: one.__name__):
         for name, value in sorted(vars(module).items()):
             if not (name.startswith("__") or isinstance(value, types.ModuleType)):
-                lines.append(f"{module.__name__}.{name} {_code(value, module.__name__)}")
+                place = f"{module.__name__}.{name}"
+                lines.append(f"{place} {_held(value, module.__name__, place)}")
     return key_of(*lines)
 
 
-def _code(value: Any, module: str, depth: int = 0) -> str:
-    value = getattr(value, "__func__", value)  # of a method
-    if isinstance(value, property):
-        return ", ".join(_code(one, module, depth) for one in (value.fget, value.fset))
-    if isinstance(value, functools.partial):
-        return _code(value.func, module, depth)
-    if isinstance(value, functools.cached_property):
-        return _code(value.func, module, depth)
-    if isinstance(value, functools._lru_cache_wrapper):
-        return _code(value.__wrapped__, module, depth)
+def _held(value: Any, module: str, place: str) -> str:
+    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.partial | functools.cached_property):
+        value = value.func
+    wrapped = None if isinstance(value, type) else getattr(value, "__dict__", {}).get("__wrapped__")
+    inside = "" if wrapped is None else f" of {_held(wrapped, module, place)}"
     if isinstance(value, types.FunctionType):
-        cells = (cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY)
-        held = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *cells)
-        inside = (_code(one, "", depth + 1) for one in held if depth < _DEEPEST)
-        return key_of(_digest_of_code(value.__code__), *inside)
+        code = value.__code__
+        is_generated = code.co_filename == "<string>" and place.rpartition(".")[2].startswith("__")
+        if not (is_generated or _is_own(code.co_filename)):
+            raise NoKeyError(f"a function of {code.co_filename} in the place of {place}")
+        return f"{value.__module__}.{value.__qualname__} {code.co_firstlineno}{inside}"
     if isinstance(value, type):
-        if value.__module__ != module or depth > _DEEPEST:
+        if value.__module__ != module:
+            file = getattr(sys.modules.get(value.__module__), "__file__", None)
+            if file and not _is_own(file):
+                raise NoKeyError(f"a class of {value.__module__} in the place of {place}")
             return f"class {value.__module__}.{value.__qualname__}"
-        inside = (
-            f"{name} {_code(held, module, depth + 1)}"
+        members = (
+            f"{name} {_held(held, module, f'{place}.{name}')}"
             for name, held in sorted(vars(value).items(), key=lambda pair: pair[0])
             if isinstance(held, types.FunctionType) or not name.startswith("__")
         )
-        return "; ".join(inside)
+        return "; ".join(members)
     if type(value) in _PLAIN:
         return repr(value)
-    return f"a {type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, _BUILT_IN):
+        owner = getattr(value, "__objclass__", None) or getattr(value, "__self__", None)
+        of = getattr(owner, "__name__", "")
+        return f"{type(value).__qualname__} {of}.{value.__name__}{inside}"
+    kind = type(value)
+    if callable(value) and kind.__module__.partition(".")[0] not in _KINDS:
+        raise NoKeyError(f"a {kind.__module__}.{kind.__qualname__} in the place of {place}")
+    return f"a {kind.__module__}.{kind.__qualname__}{inside}"
 
 
-_EMPTY = types.CellType()
-_DEEPEST = 2
+_KINDS = (
+    *("torch", "zerofx", "builtins", "collections", "functools", "operator"),
+    *("types", "typing", "typing_extensions"),
+)
+"""Packages of what else may be called there."""
 
 
-def _digest_of_code(code: types.CodeType) -> str:
-    constants = (
-        _digest_of_code(each) if isinstance(each, types.CodeType) else _constant(each)
-        for each in code.co_consts
-    )
-    return key_of(code.co_code.hex(), *code.co_names, *code.co_freevars, *constants)
+_BUILT_IN = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.GetSetDescriptorType,
+)
 
 
-def _constant(value: Any) -> str:
-    return (
-        "set " + ", ".join(sorted(map(repr, value))) if type(value) in _UNORDERED else repr(value)
-    )
+def _is_own(path: str) -> bool:
+    """Return whether a file is torch's, this package's or of Python's own library.
+
+    Or that of the decorators that torch marks what it wants to be rid of with.
+    """
+    is_installed = f"{os.sep}site-packages{os.sep}" in path and not path.startswith(_OWN[:2])
+    return path == typing_extensions.__file__ or (path.startswith(_OWN) and not is_installed)
+
+
+_OWN = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (torch.__file__, os.path.dirname(__file__), os.__file__)
+)
