@@ -44,7 +44,7 @@ def folder(tmp_path, monkeypatch):
 
 @dataclasses.dataclass
 class Start:
-    """What a process that starts finds: its results, and what it had to make."""
+    """Holds the results of a start, and counts what it traced and which programs it made."""
 
     results: object
     traced: int

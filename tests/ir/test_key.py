@@ -187,6 +187,8 @@ def test_what_modules_hold_is_told(monkeypatch):
         patched(monkeypatch, "prefetch", torch.sigmoid),
         patched(monkeypatch, "prefetch", torch.Tensor.sigmoid),
         patched(monkeypatch, "prefetch", torch.Tensor.tanh),
+        patched(monkeypatch, "prefetch", functools.partial(prefetch, 1)),
+        patched(monkeypatch, "prefetch", functools.partial(prefetch, 2)),
     ]
     assert len({plain, *others}) == 1 + len(others)
 
@@ -209,6 +211,12 @@ def test_what_modules_hold_is_told(monkeypatch):
 def test_a_function_from_elsewhere_has_no_text(monkeypatch, value):
     with pytest.raises(NoKeyError, match="in the place of .*prefetch"):
         patched(monkeypatch, "prefetch", value)
+
+
+def test_a_class_of_a_notebook_has_no_text(monkeypatch):
+    of_notebook = type("Foreign", (), {"__module__": "a_module_without_a_file"})
+    with pytest.raises(NoKeyError, match="a class of a_module_without_a_file"):
+        patched(monkeypatch, "prefetch", of_notebook)
 
 
 def test_a_method_from_elsewhere_has_no_text(monkeypatch):

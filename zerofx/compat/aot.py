@@ -148,7 +148,7 @@ def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callabl
 
 @dataclass(frozen=True)
 class Around:
-    """What AOTAutograd does around a program that it has compiled, by positions.
+    """Does around a program what AOTAutograd does; inputs and results go by positions.
 
     It counts a version of the inputs that the program has ``written``, and returns an input itself
     as a result that is one: ``given``, result -> input.

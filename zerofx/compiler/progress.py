@@ -1,4 +1,4 @@
-"""What a first call spends its time with, and a bar on the terminal while it compiles regions."""
+"""Counts the seconds of a first call by its parts, and shows a bar while regions compile."""
 
 from __future__ import annotations
 

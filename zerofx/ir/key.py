@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ HIGHER_ORDER = (
 """Operators over graphs that are all that they depend on."""
 
 NOT_READ = frozenset({"backend_id", "dynamo_compile_id", "dynamo_flat_name_to_original_fqn"})
-"""What Dynamo notes of a graph that nothing which traces it reads."""
+"""Names that Dynamo notes with a graph: tracing it does not read them."""
 
 
 class NoKeyError(Exception):
@@ -52,8 +52,8 @@ def key_of(*parts: str) -> str:
     return digest.hexdigest()
 
 
-def described(value: Any, name: Callable[[fx.Node], str] = lambda node: node.name) -> str:
-    """Return text that stands for a value; ``name`` gives it for nodes.
+def described(value: Any) -> str:
+    """Return text that stands for a value; for a node that is its name.
 
     Raises: NoKeyError for what is not plain: a symbolic number, a tensor with elements, an object
     or a function of the user's.
@@ -64,21 +64,21 @@ def described(value: Any, name: Callable[[fx.Node], str] = lambda node: node.nam
     if kind in _TORCH:
         return f"{kind.__name__} {value}"
     if kind is fx.Node:
-        return name(value)
+        return value.name
     if isinstance(value, (tuple, list)):
-        inside = ", ".join(described(item, name) for item in value)
+        inside = ", ".join(described(item) for item in value)
         return f"{'list' if isinstance(value, list) else 'tuple'}[{inside}]"
     if kind in _UNORDERED:
-        return f"set{{{', '.join(sorted(described(item, name) for item in value))}}}"
+        return f"set{{{', '.join(sorted(described(item) for item in value))}}}"
     if isinstance(value, Mapping):
-        pairs = (f"{described(k, name)}: {described(v, name)}" for k, v in value.items())
+        pairs = (f"{described(k)}: {described(v)}" for k, v in value.items())
         return f"map{{{', '.join(pairs)}}}"
     if kind is slice:
-        return f"slice {described((value.start, value.stop, value.step), name)}"
+        return f"slice {described((value.start, value.stop, value.step))}"
     if isinstance(value, enum.Enum):
         return f"{kind.__module__}.{value}"
     if is_dataclass(value) and kind.__module__.startswith("zerofx."):
-        pairs = (f"{f.name}={described(getattr(value, f.name), name)}" for f in fields(value))
+        pairs = (f"{f.name}={described(getattr(value, f.name))}" for f in fields(value))
         return f"{kind.__qualname__}({', '.join(pairs)})"
     if callable(value):
         return _function(value)
@@ -201,8 +201,11 @@ def _held(value: Any, module: str, place: str) -> str:
         value = value.__func__
     elif isinstance(value, property):
         value = value.fget
-    elif isinstance(value, functools.partial | functools.cached_property):
+    elif isinstance(value, functools.cached_property):
         value = value.func
+    elif isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+        return f"partial {[_held(part, module, place) for part in parts]}"
     wrapped = None if isinstance(value, type) else getattr(value, "__dict__", {}).get("__wrapped__")
     inside = "" if wrapped is None else f" of {_held(wrapped, module, place)}"
     if isinstance(value, types.FunctionType):
@@ -214,7 +217,9 @@ def _held(value: Any, module: str, place: str) -> str:
     if isinstance(value, type):
         if value.__module__ != module:
             file = getattr(sys.modules.get(value.__module__), "__file__", None)
-            if file and not _is_own(file):
+            package = value.__module__.partition(".")[0]
+            is_built_in = package in (*_KINDS, *sys.builtin_module_names)
+            if not (_is_own(file) if file else is_built_in):
                 raise NoKeyError(f"a class of {value.__module__} in the place of {place}")
             return f"class {value.__module__}.{value.__qualname__}"
         members = (
