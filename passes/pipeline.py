@@ -12,6 +12,7 @@ from zerofx.passes.fuse.form_regions import form_regions
 from zerofx.passes.fuse.merge_updates import merge_updates
 from zerofx.passes.fuse.reduce_unflattened import reduce_unflattened
 from zerofx.passes.fuse.write_back import write_back
+from zerofx.passes.loss.global_loss import global_loss
 from zerofx.passes.memory.recompute import recompute
 from zerofx.passes.normalize import normalize
 from zerofx.passes.offload.offload_activations import offload_activations
@@ -40,6 +41,10 @@ def _eager(ctx: PassContext) -> str:
     return "lowering eager (needs inductor)" if is_eager else ""
 
 
+def _of_each_rank(ctx: PassContext) -> str:
+    return "loss rank" if ctx.options.loss == "rank" else ""
+
+
 def _gathers_exactly(ctx: PassContext) -> str:
     return "" if ctx.options.gather_dtype else "no gather_dtype"
 
@@ -66,6 +71,7 @@ _fusing = partial(_of_averages, optional=True, switch="fuse_optimizer", lowers=T
 
 PIPELINE = (
     Pass(normalize),
+    Pass(global_loss, why_not=_of_each_rank),
     Pass(recompute, optional=True),
     Pass(data_parallel, provides=frozenset({"averaged_gradients"}), preserves_numerics=False),
     _of_averages(hoist_casts, optional=True, smallest_stage=3),

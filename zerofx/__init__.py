@@ -21,6 +21,7 @@ from zerofx.checkpoint import (  # noqa: E402
 from zerofx.deferred.block import deferred_init, materialize  # noqa: E402
 from zerofx.errors import GraphError, StepError  # noqa: E402
 from zerofx.inspecting import explain, named_ranges, profile  # noqa: E402
+from zerofx.losses import global_count, local_count, per_rank  # noqa: E402
 from zerofx.planning.plan import Plan, plan  # noqa: E402
 from zerofx.runtime.access import full_params, unshard  # noqa: E402
 
@@ -36,11 +37,14 @@ __all__ = [
     "explain",
     "export_safetensors",
     "full_params",
+    "global_count",
     "latest",
     "load",
     "load_safetensors",
+    "local_count",
     "materialize",
     "named_ranges",
+    "per_rank",
     "plan",
     "profile",
     "resume",

@@ -184,7 +184,7 @@ class CompiledFunction:
             if self.choice is None:
                 with counted(self.seconds, "measuring"):
                     self.figures = self._figures(device)
-            capture = StepCapture(gm, inputs, communicator.mesh)
+            capture = StepCapture(gm, inputs, communicator.mesh, self.options.loss)
             code = compat.dynamo.code_being_compiled()
             self._refuse_runaway(code, {id(tensor) for tensor in capture.tensors})
             with counted(self.seconds, "AOTAutograd"):
@@ -210,10 +210,11 @@ class CompiledFunction:
 
     def _capture_alone(self, gm: fx.GraphModule, inputs: list[Any], stop: Stop) -> Callable:
         """Capture a step without other ranks, for ``stop``, which ends the call."""
-        choose(self.user_options)
+        options = choose(self.user_options)
         self.name = compat.dynamo.code_being_compiled().co_name
         self._check_reads(gm, inputs)
-        return StepCapture(gm, inputs, Mesh()).lower(partial(stop, self))
+        capture = StepCapture(gm, inputs, Mesh(), options.loss)
+        return capture.lower(partial(stop, self))
 
     def _check_reads(self, gm: fx.GraphModule, inputs: list[Any]) -> None:
         """Note why a step cannot be sharded; refuse what no stage allows."""

@@ -296,6 +296,9 @@ class Options:
     """The inner axis of a mesh: a rank keeps a second shard, of a copy that its node has."""
     accumulate: str | None = _option(None, _choice("local", "sharded"))
     """``local`` or ``sharded``; None chooses by where the accumulation happens."""
+    loss: str = _option("rank", _choice("rank", "global"))
+    """``rank`` is the mean of the ranks' losses, ``global`` one over all their samples: what losses
+    are divided by becomes the mean over ranks and micro-batches."""
     reduce_dtype: torch.dtype | None = _option(
         None, _dtype(torch.float16, torch.bfloat16, torch.float32, torch.float64)
     )

@@ -39,6 +39,7 @@ def test_defaults_are_the_contracts():
         "process_group": None,
         "secondary_shard": None,
         "accumulate": None,
+        "loss": "rank",
         "reduce_dtype": None,
         "gather_dtype": None,
         "reduce_wire": None,
@@ -480,7 +481,7 @@ def test_a_process_group_has_no_twin_and_the_error_says_so(text):
 
 def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     known = list(OPTIONS)
-    assert len(known) == 37
+    assert len(known) == 38
     assert words_of(ValueError, {"prefech": True}) == (
         f"option 'prefech' is unknown; did you mean 'prefetch'? Known: {', '.join(known)}"
     )

@@ -92,9 +92,9 @@ class _CapturingBackend:
 
     __name__ = "capturing"
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh, loss: str):
         compat.tracing.forward_call_context()
-        self.mesh = mesh
+        self.mesh, self.loss = mesh, loss
 
     def call_context(self, _arguments) -> Callable:
         @contextlib.contextmanager
@@ -113,7 +113,7 @@ class _CapturingBackend:
             return run
 
         try:
-            capture = StepCapture(gm, inputs, self.mesh)
+            capture = StepCapture(gm, inputs, self.mesh, self.loss)
             return capture.lower(stop_before_running)
         except Exception as error:
             raise compat.dynamo.pass_through_dynamo(error) from error.__cause__
@@ -125,12 +125,13 @@ def capture(
     world_size: int = 4,
     axes: tuple[tuple[str, int], ...] = (),
     outer_stage: int = 0,
+    loss: str = "rank",
 ) -> Captured:
     """Trace ``step(*args)`` as the zero backend does, and normalize it; nothing of it runs."""
     torch.compiler.reset()
     mesh = Mesh(axes, 0, outer_stage) if axes else Mesh.flat(world_size)
     try:
-        torch.compile(step, backend=_CapturingBackend(mesh))(*args)
+        torch.compile(step, backend=_CapturingBackend(mesh, loss))(*args)
     except _Stop as stop:
         captured, inputs = stop.step, stop.inputs
     else:

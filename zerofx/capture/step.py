@@ -22,6 +22,8 @@ from torch import fx, nn
 
 from zerofx import compat
 from zerofx.capture.checks import argument, check_step, is_backward_call, readable
+from zerofx.capture.divisors import mark_losses, without_marks
+from zerofx.capture.losses import spread_losses
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.graph import copied_module, updates
@@ -81,14 +83,18 @@ class CapturedStep:
 class StepCapture:
     """Reads one Dynamo graph, marks its gradients and lowers it to aten."""
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], mesh: Mesh):
-        self.gm, self.mesh = gm, mesh
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], mesh: Mesh, loss: str = "rank"):
+        self.gm, self.mesh, self.loss = gm, mesh, loss
         self.inputs = list(inputs)
         self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         names = _names_in_scope({id(value) for value in self.inputs})
         self._register_parameters(names, mesh)
         self.num_backwards = sum(is_backward_call(node) for node in gm.graph.nodes)
         check_step(self)
+        if loss == "global":
+            mark_losses(gm)
+        else:
+            without_marks(gm)
         self._mark_gradients()
         self.gradient_outputs = self._find_gradient_outputs()
         _detach_outputs(gm)
@@ -109,7 +115,7 @@ class StepCapture:
                 known[key] = _describe(len(known), name, parameter, mesh), parameter
             return known[key][0].index
 
-        roles = []
+        roles, arguments = [], compat.dynamo.arguments_being_compiled()
         for node, value in zip(self.placeholders, self.inputs, strict=True):
             source = compat.dynamo.source_name(node)
             owner = None
@@ -127,7 +133,8 @@ class StepCapture:
             else:
                 is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
                 is_scale = is_scalar and source.endswith("._scale")
-                roles.append(InputRole("other", is_loss_scale=is_scale))
+                is_argument = source.startswith(arguments) and "._modules[" not in source
+                roles.append(InputRole("other", is_loss_scale=is_scale, is_argument=is_argument))
         self.roles = tuple(roles)
         self.tensors = tuple(parameter for _, parameter in known.values())
         self.table = ParameterTable(tuple(info for info, _ in known.values()))
@@ -184,7 +191,7 @@ class StepCapture:
                 described_graph(self.gm, ("example_value", "stack_trace", "custom")),
                 described(self.roles),
                 described([(info.name, info.shape, info.stride) for info in self.table]),
-                described(self.gradient_outputs),
+                described((self.gradient_outputs, self.loss)),
                 *(
                     described_tensor(t) if isinstance(t, torch.Tensor) else described(t)
                     for t in self.inputs
@@ -238,6 +245,8 @@ class StepCapture:
                     node._rename(f"{role.kind}_{self.table[role.parameter].name}")
             compat.aot.tag_backward_nodes(gm)
             recorded(gm.graph).gradients = self.gradient_outputs
+            if self.loss == "global":
+                spread_losses(gm)
             updated = updates(gm.graph)
             recorded(gm.graph).updates = updated
             around = compat.aot.around() if key and not constants else None

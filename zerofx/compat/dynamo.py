@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from types import CodeType
 from typing import Any
@@ -43,6 +44,16 @@ def locals_being_compiled() -> dict[str, Any]:
 def code_being_compiled() -> CodeType:
     """The code object of the function that Dynamo is compiling."""
     return _translator_of_function().f_code
+
+
+def arguments_being_compiled() -> tuple[str, ...]:
+    """How Dynamo's expressions for what the function being compiled is called with begin."""
+    code = code_being_compiled()
+    has_rest = bool(code.co_flags & inspect.CO_VARARGS) + bool(
+        code.co_flags & inspect.CO_VARKEYWORDS
+    )
+    number = code.co_argcount + code.co_kwonlyargcount + has_rest
+    return tuple(f"L['{name}']" for name in code.co_varnames[:number] if name != "self")
 
 
 def recompile_limit() -> int:

@@ -16,9 +16,10 @@ from torch import fx
 from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.aliases import mutated_inputs
-from zerofx.ir.interface import input_role, recorded, set_recorded
+from zerofx.ir.interface import input_role, placeholders, recorded, set_recorded
 from zerofx.ir.mesh import DATA, Mesh, axes_in
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.reach import reached
 from zerofx.ir.roles import Provenance, Role
 from zerofx.ir.rules import rules
 
@@ -170,10 +171,32 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
         along = axes if is_random(node) else frozenset()
         along = along.union(*(varying.get(source, ()) for source in node.all_input_nodes))
         if ops.rules(node).uniform:  # the same on ranks once it has been averaged or gathered
-            along -= axes if node.target is ops.gradient else axes_in(ops.argument(node, "axis"))
+            along -= axes if node.target in _OVER_ALL else axes_in(ops.argument(node, "axis"))
         if along:
             varying[node] = along
     return set(varying)
+
+
+_OVER_ALL = (ops.gradient, ops.over_ranks)
+
+
+def is_of_batch(node: fx.Node) -> bool:
+    """Return whether a value is computed of what the step is called with alone."""
+    return not any(
+        (one.op == "placeholder" and input_role(one).kind in ("parameter", "gradient"))
+        or is_random(one)
+        or mutated_inputs(one)
+        for one in reached([node], lambda reader: reader.all_input_nodes)
+    )
+
+
+def move_to_front(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Move nodes that are of the batch, and what they are computed of, in front of all others."""
+    wanted = set(reached(nodes, lambda node: node.all_input_nodes))
+    place = placeholders(graph)[-1]
+    for node in [node for node in graph.nodes if node in wanted and node.op != "placeholder"]:
+        place.append(node)
+        place = node
 
 
 def is_random(node: fx.Node) -> bool:

@@ -45,7 +45,7 @@ class InputRole:
     ``unreduced`` names the axes of ranks over which a gradient still has to be averaged: along all
     of them it is this rank's own, along the outer one of a mesh a sum over the inner one.
     ``on_host`` says that it is a shard in host memory.  ``is_loss_scale``: a ``GradScaler``
-    multiplies losses by it.
+    multiplies losses by it.  ``is_argument``: the step is called with it, or with what has it.
     """
 
     kind: str
@@ -54,6 +54,7 @@ class InputRole:
     unreduced: str = ""
     on_host: bool = False
     is_loss_scale: bool = False
+    is_argument: bool = False
 
 
 def input_role(node: fx.Node) -> InputRole:

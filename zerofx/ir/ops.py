@@ -93,6 +93,28 @@ def optimizer_step(params, grads, optimizer, found_inf=None, parameters=()):
     return [torch.empty_like(p) for p in params]
 
 
+@define("count(Tensor number, str of, Tensor? total=None) -> Tensor")
+def count(number, of, total=None):
+    """Mark what a loss is divided by, until capture has found what it is a number of.
+
+    ``of`` says who says so: ``local`` and ``global`` are the user's words, ``found`` is any other
+    divisor, and ``mean`` how many elements a mean has, of which ``total`` is the sum.
+    """
+    return torch.empty_like(number)
+
+
+@define("loss_part(Tensor value, str of, int backward=-1) -> Tensor", backward=(None, None))
+def loss_part(value, of, backward=-1):
+    """Mark the ``loss`` of a call of backward, or a value that stays ``per_rank``."""
+    return torch.empty_like(value)
+
+
+@define("over_ranks(Tensor value, str reduction) -> Tensor", uniform=True)
+def over_ranks(value, reduction):
+    """Combine what the ranks have, until ``global_loss`` says when."""
+    return torch.empty_like(value)
+
+
 @define(
     "all_reduce_start(Tensor input, str reduction, str axis='data') -> Tensor",
     **_REDUCES,

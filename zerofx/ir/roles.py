@@ -13,6 +13,10 @@ from zerofx.ir.parameters import ParameterTable
 class Role(StrEnum):
     """The role of an inserted node.  Dumps show it, and name the node after it."""
 
+    # What losses are divided by, and what is returned of them.
+    LOSS_COUNT = "loss_count"
+    LOSS_VALUE = "loss_value"
+
     # Gathers of parameters, and what stands before and behind them.
     HOISTED_CAST = "hoisted_cast"
     GATHER_CAST = "gather_cast"

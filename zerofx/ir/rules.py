@@ -80,8 +80,10 @@ _BY_ID: dict[int, Rules] = {}
 _OF_OTHERS = Rules()
 
 
-def define(schema: str, **rules: Any):
+def define(schema: str, backward: Any = None, **rules: Any):
     """Define an operator with these rules; the decorated function is its fake implementation.
+
+    One with a ``backward`` passes its first argument's gradient on, and has these for the others'.
 
     Raises: ValueError for a collective whose schema names no axis of the mesh.
     """
@@ -92,6 +94,10 @@ def define(schema: str, **rules: Any):
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         qualified = schema.split("(", 1)[0]
         torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_library)
+        if backward is not None:
+            torch.library.register_autograd(
+                f"{NAMESPACE}::{qualified}", lambda ctx, grad: (grad, *backward), lib=_library
+            )
         name, _, overload = qualified.partition(".")
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         defined = getattr(packet, overload or "default")

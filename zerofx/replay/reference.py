@@ -115,6 +115,15 @@ class Reference:
     def gradient(self, grad: Tensor, parameter: int) -> Tensor:
         return self._reduced(self.mesh.everywhere, grad, "mean")
 
+    def count(self, number: Tensor, of: str, total: Tensor | None = None) -> Tensor:
+        return number
+
+    def loss_part(self, value: Tensor, of: str, backward: int = -1) -> Tensor:
+        return value
+
+    def over_ranks(self, value: Tensor, reduction: str) -> Tensor:
+        return self._reduced(self.mesh.everywhere, value, reduction)
+
     def all_reduce_start(self, input: Tensor, reduction: str, axis: str = DATA) -> Tensor:
         return self._reduced(axis, input.contiguous(), reduction)
 

@@ -1,0 +1,1 @@
+"""Passes over the end of forward: the loss."""

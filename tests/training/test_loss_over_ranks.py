@@ -1,0 +1,480 @@
+"""With ``loss="global"`` ranks train as one process does that has all their batches in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+import zerofx
+from tests.kit.ranks import ranks_fixture  # noqa: F401
+from zerofx.errors import StepError
+
+CLASSES, WIDTH, LENGTH = 11, 8, 6
+ROWS = (3, 1, 2, 4)
+"""Of a rank's batch."""
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.head = nn.Linear(2 * WIDTH, CLASSES)
+
+    def hidden(self, tokens):
+        hidden = self.norm(self.embedding(tokens))
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        return F.gelu(self.up(hidden))
+
+    def forward(self, tokens):
+        return self.head(self.hidden(tokens))
+
+
+Batch = dict[str, torch.Tensor]
+
+
+def batch_of(rank: int, micro_batch: int = 0, masks_all: bool = False) -> Batch:
+    """Some rows, of which any number of tokens counts; of rank 1 none if it ``masks_all``."""
+    generator = torch.Generator().manual_seed(10 * rank + micro_batch)
+    rows = ROWS[(rank + micro_batch) % len(ROWS)]
+    tokens = torch.randint(CLASSES, (rows, LENGTH), generator=generator)
+    counts = torch.rand(rows, LENGTH, generator=generator) < (0.2 + 0.2 * rank)
+    counts[0, 0] = True
+    if masks_all and rank == 1:
+        counts[:] = False
+    targets = torch.randint(CLASSES, (rows, LENGTH), generator=generator)
+    return {
+        "tokens": tokens,
+        "labels": targets.masked_fill(~counts, -100),
+        "targets": targets,
+        "mask": counts.float(),
+        "values": torch.randn(rows, LENGTH, CLASSES, generator=generator),
+        "rewards": torch.randn(rows, generator=generator),
+        "starts": torch.randint(LENGTH, (rows,), generator=generator),
+    }
+
+
+def joined(batches: list[Batch]) -> Batch:
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def flat(out, b):
+    return out.flatten(0, 1), b["labels"].flatten()
+
+
+def shifted(out, b):
+    labels = F.pad(b["labels"], (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(out.view(-1, CLASSES).float(), labels.view(-1), ignore_index=-100)
+
+
+def by_token(out, b):
+    return F.cross_entropy(out.transpose(1, 2), b["targets"], reduction="none")
+
+
+def masked(out, b):
+    return (by_token(out, b) * b["mask"]).sum() / b["mask"].sum()
+
+
+def z_loss(out, b):
+    z = out.logsumexp(-1).square()
+    return F.cross_entropy(*flat(out, b)) + 1e-2 * (z * b["mask"]).sum() / b["mask"].sum()
+
+
+def per_sequence(out, b):
+    """The mean over sequences of their own means."""
+    return ((by_token(out, b) * b["mask"]).sum(1) / b["mask"].sum(1).clamp(min=1)).mean()
+
+
+def distilled(out, b):
+    teacher = b["values"].softmax(-1)
+    each = F.kl_div(out.log_softmax(-1), teacher, reduction="none").sum(-1)
+    return 0.5 * masked(out, b) + 0.5 * (each * b["mask"]).sum() / b["mask"].sum()
+
+
+def policy(out, b):
+    log_probs = out.log_softmax(-1).gather(-1, b["targets"][..., None]).squeeze(-1)
+    advantages = b["rewards"][:, None]
+    return -(log_probs * advantages * b["mask"]).sum() / b["mask"].sum()
+
+
+def clipped_policy(out, b):
+    log_probs = out.log_softmax(-1).gather(-1, b["targets"].unsqueeze(-1))[..., 0]
+    ratio = (log_probs - log_probs.detach() + 0.1 * b["rewards"][:, None]).exp()
+    advantages = b["rewards"][:, None]
+    surrogate = torch.min(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages)
+    return -(surrogate * b["mask"]).sum() / b["mask"].sum()
+
+
+def preferences(out, b):
+    """DPO's: half of a sequence against the other."""
+    log_probs = out.log_softmax(-1).gather(-1, b["targets"][..., None]).squeeze(-1)
+    return -F.logsigmoid(log_probs[:, :3].sum(1) - log_probs[:, 3:].sum(1)).mean()
+
+
+def normalised_weights(out, b):
+    weights = b["mask"] / b["mask"].mean()
+    return (by_token(out, b) * weights).mean()
+
+
+def multilabel(out, b):
+    return F.multilabel_soft_margin_loss(out.mean(1), (b["values"][:, 0] > 0).float())
+
+
+def span(out, b):
+    """BERT's questions and answers: two cross entropies over positions."""
+    starts, ends = out[..., 0], out[..., 1]
+    both = F.cross_entropy(starts, b["starts"]) + F.cross_entropy(ends, b["starts"])
+    return both / 2
+
+
+def pooled(out, b):
+    return F.cross_entropy(out[:, 0], b["targets"][:, 0])
+
+
+def last_token(out, b):
+    rows = torch.arange(out.shape[0])
+    return F.cross_entropy(out[rows, b["starts"]], b["targets"][:, 0])
+
+
+CLASS_WEIGHTS = torch.linspace(0.5, 2.0, CLASSES)
+
+RIGHT: dict[str, Callable] = {
+    "cross_entropy": lambda out, b: F.cross_entropy(*flat(out, b)),
+    "cross_entropy_module": lambda out, b: nn.CrossEntropyLoss()(*flat(out, b)),
+    "shifted_labels": shifted,
+    "label_smoothing": lambda out, b: F.cross_entropy(*flat(out, b), label_smoothing=0.1),
+    "class_weights": lambda out, b: F.cross_entropy(*flat(out, b), weight=CLASS_WEIGHTS),
+    "weights_and_smoothing": lambda out, b: F.cross_entropy(
+        *flat(out, b), weight=CLASS_WEIGHTS, label_smoothing=0.1
+    ),
+    "class_probabilities": lambda out, b: F.cross_entropy(
+        out.flatten(0, 1), b["values"].softmax(-1).flatten(0, 1)
+    ),
+    "dense_cross_entropy": lambda out, b: F.cross_entropy(out.transpose(1, 2), b["labels"]),
+    "nll_loss": lambda out, b: F.nll_loss(out.log_softmax(-1).flatten(0, 1), flat(out, b)[1]),
+    "masked": masked,
+    "masked_and_clamped": lambda out, b: (
+        (by_token(out, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1)
+    ),
+    "masked_with_epsilon": lambda out, b: (
+        (by_token(out, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-3)
+    ),
+    "inverse_count": lambda out, b: (by_token(out, b) * b["mask"]).sum() * (1 / b["mask"].sum()),
+    "counted_labels": lambda out, b: (
+        F.cross_entropy(*flat(out, b), reduction="sum") / (b["labels"] != -100).sum()
+    ),
+    "divided_first": lambda out, b: (by_token(out, b) * b["mask"] / b["mask"].sum()).sum(),
+    "ratio_of_means": lambda out, b: (by_token(out, b) * b["mask"]).mean() / b["mask"].mean(),
+    "normalised_weights": normalised_weights,
+    "per_sequence": per_sequence,
+    "z_loss": z_loss,
+    "distilled": distilled,
+    "policy": policy,
+    "clipped_policy": clipped_policy,
+    "preferences": preferences,
+    "mse": lambda out, b: F.mse_loss(out, b["values"]),
+    "mse_by_hand": lambda out, b: (out - b["values"]).square().mean(),
+    "mean_of_means": lambda out, b: (out - b["values"]).abs().mean(-1).mean(1).mean(0),
+    "mean_over_rows_first": lambda out, b: (out - b["values"]).abs().mean(0).sum(),
+    "smooth_l1": lambda out, b: F.smooth_l1_loss(out, b["values"]),
+    "huber": lambda out, b: F.huber_loss(out, b["values"]),
+    "l1": lambda out, b: F.l1_loss(out, b["values"]),
+    "binary": lambda out, b: F.binary_cross_entropy_with_logits(out, b["values"].sigmoid()),
+    "binary_of_probabilities": lambda out, b: F.binary_cross_entropy(
+        out.sigmoid(), b["values"].sigmoid()
+    ),
+    "kl_batchmean": lambda out, b: F.kl_div(
+        out.log_softmax(-1), b["values"].softmax(-1), reduction="batchmean"
+    ),
+    "poisson": lambda out, b: F.poisson_nll_loss(out, b["values"].abs()),
+    "soft_margin": lambda out, b: F.soft_margin_loss(out, b["values"].sign()),
+    "multilabel": multilabel,
+    "triplet": lambda out, b: F.triplet_margin_loss(out[:, 0], out[:, 1], out[:, 2]),
+    "ranking": lambda out, b: F.margin_ranking_loss(
+        out[:, 0, 0], out[:, 1, 0], b["rewards"].sign()
+    ),
+    "cosine": lambda out, b: F.cosine_embedding_loss(
+        out[:, 0], b["values"][:, 0], b["rewards"].sign()
+    ),
+    "span": span,
+    "pooled": pooled,
+    "last_token": last_token,
+    "with_weight_decay": lambda out, b: (
+        F.cross_entropy(*flat(out, b)) + 1e-2 * sum(p.square().sum() for p in b["parameters"])
+    ),
+}
+
+
+def balancing(out, b):
+    """A mixture of experts' loss: a product of two means over the batch."""
+    shares = out.softmax(-1).flatten(0, 1)
+    chosen = F.one_hot(shares.argmax(-1), CLASSES).float()
+    return F.cross_entropy(*flat(out, b)) + (shares.mean(0) * chosen.mean(0)).sum()
+
+
+def contrastive(out, b):
+    z = F.normalize(out[:, 0], dim=-1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(z.shape[0]))
+
+
+REFUSED: dict[str, tuple[Callable, str]] = {
+    "balancing": (balancing, "multiplies or divides sums over a batch"),
+    "contrastive": (contrastive, "compares samples with one another"),
+    "root_of_a_mean": (
+        lambda out, b: F.mse_loss(out, b["values"]).sqrt(),
+        "computes something that is not linear",
+    ),
+    "perplexity": (lambda out, b: F.cross_entropy(*flat(out, b)).exp(), "not linear"),
+    "hardest": (lambda out, b: by_token(out, b).max(), "takes the max over the samples"),
+    "divided_by_a_number": (
+        lambda out, b: by_token(out, b).sum() / out.shape[0],
+        "divides a sum over the batch by the number",
+    ),
+    "variance": (lambda out, b: out[..., 0].var(), "takes the var over the samples"),
+    "covariance": (
+        lambda out, b: (out[:, 0].T @ out[:, 0]).square().sum(),
+        "multiplies|not linear",
+    ),
+    "rms_of_the_batch": (lambda out, b: by_token(out, b).norm(), "over the samples"),
+}
+
+
+def train(form: str, batches: list[list[Batch]], options: dict | None, clips: bool = False):
+    """Return losses, and parameters, of one call for each list of micro-batches."""
+    torch.manual_seed(7)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    loss_of = RIGHT.get(form) or REFUSED[form][0]
+
+    def step(micro_batches):
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in micro_batches:
+            batch["parameters"] = list(model.parameters()) if form == "with_weight_decay" else []
+            loss = loss_of(model(batch["tokens"]), batch) / len(micro_batches)
+            loss.backward()
+            total = total + loss.detach()
+        if clips:
+            clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return total
+
+    if options is not None:
+        step = torch.compile(step, backend="zero", options={"lowering": "eager", **options})
+    losses = [step(micro_batches).item() for micro_batches in batches]
+    with zerofx.full_params(model):
+        return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def train_on_rank(form, options, micro_batches=1, clips=False, masks_all=False, calls=2):
+    rank = dist.get_rank()
+    given = [
+        [batch_of(rank, m + 3 * call, masks_all) for m in range(micro_batches)]
+        for call in range(calls)
+    ]
+    return train(form, given, {"loss": "global", **options}, clips)
+
+
+def train_alone(form, world_size, micro_batches=1, clips=False, masks_all=False, calls=2):
+    given = [
+        [
+            joined(
+                [
+                    batch_of(rank, m + 3 * call, masks_all)
+                    for rank in range(world_size)
+                    for m in range(micro_batches)
+                ]
+            )
+        ]
+        for call in range(calls)
+    ]
+    return train(form, given, None, clips)
+
+
+def check(found, expected) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=2e-6, atol=1e-6)
+    for one, other in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+QUICK = ("cross_entropy", "masked_with_epsilon", "normalised_weights", "per_sequence", "mse")
+
+
+@pytest.mark.parametrize("form", QUICK)
+@pytest.mark.slow(reason="ranks compile and train")
+def test_trains_as_one_process(ranks, form):  # noqa: F811
+    for found in ranks(2).run(train_on_rank, form, {"stage": 3}):
+        check(found, train_alone(form, 2))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", [form for form in RIGHT if form not in QUICK])
+def test_every_form_trains_as_one_process(ranks, form):  # noqa: F811
+    for found in ranks(2).run(train_on_rank, form, {"stage": 3}):
+        check(found, train_alone(form, 2))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", ("cross_entropy", "masked_and_clamped", "z_loss"))
+@pytest.mark.parametrize("micro_batches", (1, 2, 4))
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("world_size", (1, 3, 4))
+def test_whatever_the_ranks_and_micro_batches(ranks, form, micro_batches, stage, world_size):  # noqa: F811
+    arguments = micro_batches, True, world_size > 1
+    expected = train_alone(form, world_size, *arguments)
+    for found in ranks(world_size).run(train_on_rank, form, {"stage": stage}, *arguments):
+        check(found, expected)
+
+
+@pytest.mark.parametrize("micro_batches", (1, 2))
+@pytest.mark.slow(reason="ranks compile and train")
+def test_a_rank_may_have_nothing_that_counts(ranks, micro_batches):  # noqa: F811
+    arguments = micro_batches, True, True
+    expected = train_alone("masked_and_clamped", 2, *arguments)
+    for found in ranks(2).run(train_on_rank, "masked_and_clamped", {"stage": 2}, *arguments):
+        check(found, expected)
+
+
+@pytest.mark.slow(reason="Inductor compiles")
+def test_compiled_it_trains_so_too(ranks):  # noqa: F811
+    options = {"stage": 3, "lowering": "inductor"}
+    for found in ranks(2).run(train_on_rank, "z_loss", options, 1, False, False, 1):
+        check(found, train_alone("z_loss", 2, calls=1))
+
+
+def test_by_rank_it_would_be_another_training(ranks):  # noqa: F811
+    (losses, _), _ = ranks(2).run(train_on_rank, "cross_entropy", {"stage": 0, "loss": "rank"})
+    expected, _ = train_alone("cross_entropy", 2)
+    assert abs(losses[1] - expected[1]) > 1e-3
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_what_is_no_mean_is_refused_with_its_line(form):
+    with pytest.raises(StepError, match=REFUSED[form][1]) as caught:
+        train(form, [[batch_of(0)]], {"stage": 0, "loss": "global"})
+    assert "test_loss_over_ranks.py:" in str(caught.value)
+    assert "zerofx.per_rank" in str(caught.value)
+
+
+# What users say.
+
+
+def balanced_by_rank(out, b):
+    shares = out.softmax(-1).flatten(0, 1)
+    chosen = F.one_hot(shares.argmax(-1), CLASSES).float()
+    balance = zerofx.per_rank((shares.mean(0) * chosen.mean(0)).sum())
+    return F.cross_entropy(*flat(out, b)) + balance
+
+
+def given_locally(out, b):
+    total = F.cross_entropy(*flat(out, b), reduction="sum")
+    return total / zerofx.local_count((b["labels"] != -100).sum())
+
+
+LABELS_OF_TWO = sum((batch_of(rank)["labels"] != -100).sum().item() for rank in range(2))
+
+
+def given_globally(out, b):
+    total = F.cross_entropy(*flat(out, b), reduction="sum")
+    return total / zerofx.global_count(LABELS_OF_TWO)
+
+
+RIGHT |= {"given_locally": given_locally, "given_globally": given_globally}
+BY_RANK = {"balanced_by_rank": balanced_by_rank}
+
+
+@pytest.mark.parametrize("form", ("given_locally", "given_globally"))
+def test_a_count_that_the_user_gives(ranks, form):  # noqa: F811
+    for found in ranks(2).run(train_on_rank, form, {"stage": 1}, 1, False, False, 1):
+        check(found, train_alone("cross_entropy", 2, calls=1))
+
+
+def test_what_is_meant_for_each_rank_stays_a_mean_over_ranks(monkeypatch):
+    monkeypatch.setitem(RIGHT, "balanced_by_rank", balanced_by_rank)
+    monkeypatch.setitem(RIGHT, "balancing", balancing)
+    marked = train("balanced_by_rank", [[batch_of(0)]], {"stage": 0, "loss": "global"})
+    check(marked, train("balancing", [[batch_of(0)]], None))
+
+
+def test_by_rank_marks_change_nothing():
+    check(
+        train("given_locally", [[batch_of(0)]], {"stage": 0}),
+        train("cross_entropy", [[batch_of(0)]], None),
+    )
+
+
+def accumulate(loss_of, updates: bool):
+    torch.manual_seed(7)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def add(batch):
+        loss_of(model(batch["tokens"]), batch).backward()
+        if updates:
+            optimizer.step()
+
+    step = torch.compile(
+        add, backend="zero", options={"lowering": "eager", "stage": 0, "loss": "global"}
+    )
+    step(batch_of(0))
+    return model
+
+
+@pytest.mark.parametrize("updates", (False, True))
+def test_gradients_of_several_calls_need_a_count_of_them_all(updates):
+    with pytest.raises(StepError, match="gradients of several calls are added up"):
+        accumulate(RIGHT["cross_entropy"], updates=False)
+    model = accumulate(given_locally, updates)
+    assert model.head.weight.grad is not None
+
+
+def results(form: str):
+    torch.manual_seed(7)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(batch):
+        optimizer.zero_grad()
+        out = model(batch["tokens"])
+        loss = RIGHT[form](out, batch)
+        (loss / 4).backward()
+        optimizer.step()
+        return loss, loss.detach() * 2, out.detach().mean(), {"loss": loss.detach().clone()}
+
+    options = {"lowering": "eager", "stage": 0, "loss": "global"}
+    step = torch.compile(step, backend="zero", options=options)
+    of_loss, doubled, own, others = step(batch_of(dist.get_rank()))
+    collectives = "counts: 2, returned: 3, collectives: 2" in str(zerofx.explain(step))
+    return of_loss.item(), doubled.item(), own.item(), others["loss"].item(), collectives
+
+
+def test_the_loss_and_its_scaled_aliases_are_returned_over_all_ranks(ranks):  # noqa: F811
+    (expected, *_), _ = train_alone("cross_entropy", 2, calls=1)
+    found = ranks(2).run(results, "cross_entropy")
+    for loss, doubled, _, other, collectives in found:
+        assert (loss, other) == pytest.approx((expected, expected), rel=2e-6)
+        assert doubled == pytest.approx(2 * expected, rel=2e-6)
+        assert collectives, "one for the counts, one for the losses"
+    assert found[0][2] != found[1][2], "any other result is the rank's own"
+
+
+def test_a_loss_of_many_numbers_is_refused():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model(x).backward(torch.ones(4, 2))
+        optimizer.step()
+
+    options = {"lowering": "eager", "stage": 0, "loss": "global"}
+    with pytest.raises(StepError, match="a loss that is one number"):
+        torch.compile(step, backend="zero", options=options)(torch.randn(4, 3))

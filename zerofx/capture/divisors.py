@@ -1,0 +1,223 @@
+"""Marks what a step's losses are divided by, in Dynamo's graph, where functions have their names.
+
+A mean becomes a sum and its division by a count, so that autograd uses the count in backward too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import fx
+
+from zerofx.capture.checks import argument, is_backward_call
+from zerofx.errors import StepError
+from zerofx.ir import ops
+from zerofx.ir.reach import reached
+from zerofx.ir.source import source_line
+
+
+def mark_losses(gm: fx.GraphModule) -> None:
+    """Mark every loss that backward starts from, and all divisors that it may depend on.
+
+    Raises: StepError for a loss that is not one number.
+    """
+    graph = gm.graph
+    calls = [node for node in graph.nodes if is_backward_call(node)]
+    calls = [call for call in calls if not argument(call, 4, "create_graph")]
+    roots = [_loss_of(call) for call in calls]
+    wanted = set(reached(roots, lambda node: node.all_input_nodes))
+    for node in list(graph.nodes):
+        if node in wanted:
+            _mark(graph, node)
+    for number, (call, root) in enumerate(zip(calls, roots, strict=True)):
+        with graph.inserting_before(call):
+            # What stood for the loss may be another node now.
+            loss = _loss_of(call)
+            marker = _like(root, graph.call_function(ops.loss_part, (loss, "loss", number)))
+        call.args = ([marker] if isinstance(call.args[0], list) else marker, *call.args[1:])
+
+
+def without_marks(gm: fx.GraphModule) -> None:
+    """Leave what users say of a loss out of a step for which it changes nothing."""
+    for node in list(gm.graph.nodes):
+        if node.target in (ops.count, ops.loss_part):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+
+
+def _loss_of(call: fx.Node) -> fx.Node:
+    losses = call.args[0]
+    loss = losses[0] if isinstance(losses, (list, tuple)) else losses
+    value = loss.meta.get("example_value")
+    if (isinstance(losses, (list, tuple)) and len(losses) > 1) or (
+        isinstance(value, torch.Tensor) and value.numel() != 1
+    ):
+        raise StepError(
+            "loss=global needs a loss that is one number to start backward() from. "
+            f"Sum it up first, or use loss=rank.{_at(call)}"
+        )
+    return loss
+
+
+def _mark(graph: fx.Graph, node: fx.Node) -> None:
+    """Mark the divisor that a node divides by, be it a mean."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    with graph.inserting_before(node):
+        if name == "mean" and node.args:
+            instead = _mean(graph, node)
+        elif name in ("div", "div_", "true_divide", "truediv", "itruediv") and len(node.args) > 1:
+            _mark_divisor(graph, node)
+            return
+        elif getattr(node.target, "__module__", "") == F.__name__:
+            instead = _loss_function(graph, node)
+        else:
+            return
+    if instead is not None:
+        node.replace_all_uses_with(instead)
+        graph.erase_node(node)
+
+
+def _mark_divisor(graph: fx.Graph, node: fx.Node) -> None:
+    divisor = node.args[1]
+    value = divisor.meta.get("example_value") if isinstance(divisor, fx.Node) else None
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        divisor = graph.call_function(torch.scalar_tensor, (divisor,), {"dtype": torch.float32})
+    elif not isinstance(value, torch.Tensor) or value.requires_grad:
+        return
+    if divisor.target is ops.count:
+        return
+    marker = _like(node, graph.call_function(ops.count, (divisor, "found")))
+    node.args = (node.args[0], marker, *node.args[2:])
+
+
+def _mean(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """``x.mean(...)`` -> ``x.sum(...) / count``, if it is over the first dimension."""
+    source = node.args[0]
+    value = source.meta.get("example_value") if isinstance(source, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return None
+    dims = argument(node, 1, "dim")
+    if isinstance(dims, torch.dtype) or set(node.kwargs) - {"dim", "keepdim", "dtype"}:
+        return None
+    keepdim = argument(node, 2, "keepdim") or False
+    wanted = range(value.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    wanted = sorted({dim % value.dim() for dim in wanted}) or list(range(value.dim()))
+    dtype = node.kwargs.get("dtype") or value.dtype
+    if wanted[0] != 0:
+        return None
+    build = _Builder(graph, node, value.device)
+    total = build.total(source, dtype, dim=wanted, keepdim=keepdim)
+    return build.mean(total, build.numel(source, wanted), dtype)
+
+
+def _loss_function(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """``F.some_loss(..., reduction="mean")`` -> a sum and a count."""
+    function = node.target
+    try:
+        bound = inspect.signature(function).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):
+        return None
+    bound.apply_defaults()
+    given = bound.arguments
+    reduction = given.get("reduction")
+    if reduction not in ("mean", "batchmean"):
+        return None
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        return None
+    source = given.get("input", next(iter(given.values())))
+    value = source.meta.get("example_value")
+    if not isinstance(value, torch.Tensor):
+        return None
+    build = _Builder(graph, node, value.device)
+
+    def call(reduction: str) -> fx.Node:
+        given["reduction"] = reduction
+        return build.call(function, *bound.args, **bound.kwargs)
+
+    result = node.meta.get("example_value")
+    dtype = result.dtype if isinstance(result, torch.Tensor) else value.dtype
+    if given.get("ignore_index") is not None:
+        total = call("sum")
+        number, of = _number_of_targets(build, given)
+        return build.mean(total, number, dtype, of)
+    if function is F.ctc_loss:
+        lengths = given["target_lengths"]
+        if not isinstance(lengths, fx.Node):
+            lengths = build.call(torch.tensor, list(lengths), device=value.device)
+        each = build.call(operator.truediv, call("none"), build.method("clamp", lengths, min=1))
+    elif reduction == "batchmean":
+        return build.mean(build.total(call("none"), dtype), build.numel(source, [0]), dtype)
+    else:
+        each = call("none")
+    return build.mean(build.total(each, dtype), build.call(torch.numel, each), dtype)
+
+
+def _number_of_targets(build: _Builder, given: Any) -> tuple[fx.Node, str]:
+    """What the mean of a cross entropy divides by: the weight of all targets that count."""
+    target, weight = given["target"], given.get("weight")
+    value, source = target.meta["example_value"], given["input"].meta["example_value"]
+    if value.dtype.is_floating_point:  # probabilities of classes: each sample counts as one
+        numel = build.call(torch.numel, target)
+        classes = source.shape[1] if source.dim() > 1 else source.shape[0]
+        return build.call(operator.floordiv, numel, classes), "mean"
+    counts = build.call(torch.ne, target, given["ignore_index"])
+    if weight is not None:
+        index = build.call(torch.where, counts, target, 0)
+        weights = build.call(operator.getitem, weight, index)
+        counts = build.call(operator.mul, weights, counts)
+    return build.method("sum", counts), "found"
+
+
+class _Builder:
+    """Inserts nodes in place of one, on its device and with its line."""
+
+    def __init__(self, graph: fx.Graph, like: fx.Node, device: torch.device):
+        self.graph, self.like, self.device = graph, like, device
+
+    def call(self, function: Callable, *args: Any, **kwargs: Any) -> fx.Node:
+        return _like(self.like, self.graph.call_function(function, args, kwargs), is_new=True)
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        return _like(self.like, self.graph.call_method(name, args, kwargs), is_new=True)
+
+    def total(self, source: fx.Node, dtype: torch.dtype, **kwargs: Any) -> fx.Node:
+        """A sum, in float32 of what has fewer bits: a mean fits where its sum may not."""
+        is_narrow = dtype in (torch.float16, torch.bfloat16)
+        return self.method("sum", source, dtype=torch.float32 if is_narrow else dtype, **kwargs)
+
+    def numel(self, source: fx.Node, dims: list[int]) -> fx.Node:
+        sizes = [self.method("size", source, dim) for dim in dims]
+        product = sizes[0]
+        for size in sizes[1:]:
+            product = self.call(operator.mul, product, size)
+        return product
+
+    def mean(
+        self, total: fx.Node, number: fx.Node, dtype: torch.dtype, of: str = "mean"
+    ) -> fx.Node:
+        """``total / count(number)``: of the elements of a mean, or of what the batch says."""
+        if of == "mean":
+            options = {"dtype": torch.float32, "device": self.device}
+            number = self.call(torch.scalar_tensor, number, **options)
+            marker = self.call(ops.count, number, of, self.method("detach", total))
+        else:
+            marker = self.call(ops.count, self.method("to", number, torch.float32), of)
+        quotient = self.call(operator.truediv, total, marker)
+        return _like(self.like, self.method("to", quotient, dtype))
+
+
+def _like(node: fx.Node, made: fx.Node, is_new: bool = False) -> fx.Node:
+    made.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
+    if not is_new and "example_value" in node.meta:
+        made.meta["example_value"] = node.meta["example_value"]
+    return made
+
+
+def _at(node: fx.Node) -> str:
+    line = source_line(node)
+    return f"\n  at {line}" if line else ""

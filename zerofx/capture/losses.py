@@ -1,0 +1,292 @@
+"""``loss="global"``: what losses are divided by becomes the mean over ranks and micro-batches.
+
+A loss is a sum of terms, each linear in sums over a batch's samples and divided by a count of these
+(``nll_loss``'s total weight, a mask's sum, a mean's number of elements) or not.  Where the counts
+that a divisor is made of are summed over all ranks, and it is then divided by their number, the
+mean of the ranks' gradients is that of one process with all batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx
+
+from zerofx.errors import StepError
+from zerofx.ir import ops
+from zerofx.ir.graph import Builder, is_of_batch, move_to_front
+from zerofx.ir.interface import placeholders, recorded
+from zerofx.ir.reach import reached
+from zerofx.ir.roles import Role
+from zerofx.ir.samples import Kind, Samples, Value
+from zerofx.ir.source import source_line
+
+logger = logging.getLogger("zerofx")
+aten = torch.ops.aten
+
+REMEDY = (
+    "Divide it by a count of what this rank's batch has, or by all of them: "
+    "zerofx.local_count(n) and zerofx.global_count(n) say that n is one. zerofx.per_rank(value) "
+    "leaves this part of the loss a mean over the ranks; loss=rank, the default, all of it"
+)
+
+
+def spread_losses(gm: fx.GraphModule) -> None:
+    """Put sums over ranks in the place of the counts that losses are divided by.
+
+    Before::
+
+        count = zerofx.count(sum_1, "found");  loss = zerofx.loss_part(div(total, count), "loss", 0)
+        return [loss]
+
+    After::
+
+        all = zerofx.over_ranks(sum_1, "sum");  ranks = zerofx.over_ranks(full([], 1.0), "sum")
+        mean = div(all, ranks);  loss = div(total, mean)
+        return [zerofx.over_ranks(loss, "mean")]
+
+    Raises: StepError for a loss that this is not true of, with the line.
+    """
+    graph, builder = gm.graph, Builder(gm, "capture")
+    samples = Samples(graph).follow()
+    losses = [n for n in graph.find_nodes(op="call_function", target=ops.loss_part)]
+    roots = [node for node in losses if node.args[1] == "loss"]
+    for root in roots:
+        _check(samples.of(root.args[0]), root)
+    before = {root: set(reached([root], lambda n: n.all_input_nodes)) for root in roots}
+    found = defaultdict(list)
+    for count in graph.find_nodes(op="call_function", target=ops.count):
+        root = next((root for root in roots if count in before[root]), None)
+        if root is not None and samples.of(count).kind == Kind.COUNT:
+            found[root].append(count)
+    if found:
+        _check_calls(graph, [count for counts in found.values() for count in counts])
+    leaves = [leaf for counts in found.values() for c in counts for leaf in _leaves(samples, c)]
+    numbers = map(_number_of, leaves)
+    move_to_front(graph, [number for number in numbers if is_of_batch(number)])
+    means: dict[fx.Node, fx.Node] = {}
+    for together in _alike(found):
+        means |= _spread(builder, samples, together)
+    for count, mean in means.items():
+        if min(count.users) < mean:
+            raise StepError(
+                "loss=global: a micro-batch's loss is divided by a count that is known only when a "
+                f"later one has been computed. {REMEDY}.\n  at {source_line(count)}"
+            )
+        count.replace_all_uses_with(mean)
+    _average_results(builder, graph, roots)
+    for marker in [*graph.find_nodes(op="call_function", target=ops.count), *losses]:
+        marker.replace_all_uses_with(marker.args[0])
+        graph.erase_node(marker)
+
+
+def _check(value: Value, root: fx.Node) -> None:
+    """Raise StepError for a loss that is not the mean or the sum of its parts."""
+    if value.kind == Kind.MIXED:
+        line = source_line(value.culprit) or source_line(root)
+        raise StepError(
+            f"loss=global: the loss is no sum of what each sample adds to it, divided by a count "
+            f"of them: it {value.why}. {REMEDY}.\n  at {line}"
+        )
+    if value.kind == Kind.SAME:
+        return
+    if not value.degrees <= {0, 1}:
+        raise StepError(
+            "loss=global: the loss is divided by more than one count of the batch, one after the "
+            f"other, or by less than it is multiplied with. {REMEDY}.\n  at {source_line(root)}"
+        )
+
+
+def _check_calls(graph: fx.Graph, counts: list[fx.Node]) -> None:
+    """Refuse counts of one call where the gradients of several are added up."""
+    updates = any(node.target is ops.optimizer_step for node in graph.nodes)
+    added = any(
+        user.target is not aten.copy_.default
+        for node in placeholders(graph, "gradient")
+        for user in node.users
+        if user.op != "output"
+    )
+    own = [count for count in counts if count.args[1] in ("found", "mean")]
+    if own and (added or not updates):
+        raise StepError(
+            "loss=global: gradients of several calls are added up, and the count of them all has "
+            "to be known in the first of them. Loop over the micro-batches inside of the step; or "
+            "divide a sum by zerofx.local_count(n), of all that this rank's calls have between two "
+            f"updates.\n  at {source_line(own[0])}"
+        )
+
+
+def _alike(found: dict[fx.Node, list[fx.Node]]) -> Iterable[list[fx.Node]]:
+    """The counts that a loop over micro-batches makes, with one for each call of backward."""
+    groups = defaultdict(list)
+    for counts in found.values():
+        seen: dict[str, int] = defaultdict(int)
+        for count in counts:
+            lines = count.meta.get("stack_trace") or ""
+            groups[lines, count.args[1], seen[lines]].append(count)
+            seen[lines] += 1
+    return groups.values()
+
+
+def _spread(builder: Builder, samples: Samples, counts: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Compute the mean of the counts of micro-batches, and of all ranks': what takes their place.
+
+    It is what one process would compute, of counts of all ranks, shared by so many.
+    """
+    of = counts[0].args[1]
+    reason = f"divides the loss at {source_line(counts[0])}"
+    origin = {"role": Role.LOSS_COUNT, "like": counts[0], "reason": reason}
+    if of == "global":
+        means = {}
+        for count in counts:
+            with builder.before(count, **origin) as call:
+                number = _as_float(call, count.args[0])
+                means[count] = call(aten.div.Tensor, number, _num_ranks(call))
+        return means
+    degree = max(samples.of(counts[0]).degrees)
+    leaves = [_leaves(samples, count) for count in counts]
+    if len({len(each) for each in leaves}) > 1:
+        raise StepError(
+            "loss=global: micro-batches divide their losses by counts that are not computed alike. "
+            f"{REMEDY}.\n  at {source_line(counts[0])}"
+        )
+    after = max(_number_of(leaf) for each in leaves for leaf in each)
+    after = max([after, *placeholders(builder.graph)])
+    substitutes: dict[fx.Node, fx.Node] = {}
+    with builder.before(after.next, **origin) as call:
+        for same in zip(*leaves, strict=True):
+            total = _as_float(call, _number_of(same[0]))
+            for other in same[1:]:
+                total = call(aten.add.Tensor, total, _as_float(call, _number_of(other)))
+            substitutes[same[0]] = call(ops.over_ranks, total, "sum")
+        number = counts[0] if counts[0] in substitutes else counts[0].args[0]
+        for node in _between(number, set(leaves[0])):
+            if node.target is ops.count:
+                substitutes[node] = substitutes[node.args[0]]
+            else:
+                copied = builder.copy(node, substitutes, role=Role.LOSS_COUNT, parameter=-1)
+                substitutes[node] = copied
+        mean = _as_float(call, substitutes[number])
+        if degree:
+            shares = call(aten.mul.Tensor, _num_ranks(call), len(counts))
+            mean = call(aten.div.Tensor, mean, call(aten.pow.Tensor_Scalar, shares, degree))
+    return dict.fromkeys(counts, mean)
+
+
+def _num_ranks(call: Callable[..., fx.Node]) -> fx.Node:
+    one = call(aten.full.default, [], 1.0, dtype=torch.float32)
+    return call(ops.over_ranks, one, "sum")
+
+
+def _as_float(call: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
+    if node.meta["val"].dtype.is_floating_point:
+        return node
+    return call(aten._to_copy.default, node, dtype=torch.float32)
+
+
+def _number_of(leaf: fx.Node) -> fx.Node:
+    return leaf.args[0] if leaf.target is ops.count else leaf
+
+
+def _leaves(samples: Samples, count: fx.Node) -> list[fx.Node]:
+    """The sums over samples that a count is made of, or marks of such numbers, in order."""
+
+    def onward(node: fx.Node) -> list[fx.Node]:
+        if node.target is ops.count:
+            return [node.args[0]] if node.args[1] == "found" else []
+        inputs = [samples.of(source).kind for source in node.all_input_nodes]
+        return node.all_input_nodes if Kind.COUNT in inputs else []
+
+    found = reached([count], onward)
+    return sorted(n for n in found if samples.of(n).kind == Kind.COUNT and not onward(n))
+
+
+def _between(number: fx.Node, leaves: set[fx.Node]) -> list[fx.Node]:
+    """What computes a count of its leaves, in order."""
+
+    def onward(node: fx.Node) -> list[fx.Node]:
+        return [] if node in leaves else node.all_input_nodes
+
+    found = set(reached([number], onward))
+    depends: set[fx.Node] = set(leaves)
+    between = []
+    for node in sorted(found):
+        if node not in leaves and depends.intersection(node.all_input_nodes):
+            depends.add(node)
+            between.append(node)
+    return between
+
+
+def _average_results(builder: Builder, graph: fx.Graph, roots: list[fx.Node]) -> None:
+    """Return losses as they are over all ranks: what backward starts from, scaled or not."""
+    output = graph.output_node()
+    same = _same_as_losses(graph, roots)
+    taken = {*recorded(graph).gradients}
+    averaged: dict[fx.Node, fx.Node] = {}
+    results = list(output.args[0])
+    for position, result in enumerate(results):
+        if result not in same or position in taken:
+            continue
+        if result not in averaged:
+            with builder.before(output, role=Role.LOSS_VALUE, like=result) as call:
+                averaged[result] = call(ops.over_ranks, result, "mean")
+        results[position] = averaged[result]
+    output.args = (tuple(results),)
+
+
+def _same_as_losses(graph: fx.Graph, roots: list[fx.Node]) -> set[fx.Node]:
+    """Losses, and what is linear in them alone."""
+    found: set[fx.Node] = set()
+    for root in roots:
+        node = root
+        while isinstance(node, fx.Node):
+            found.add(node)
+            node = _scaled_from(node)
+    for node in graph.nodes:
+        if node.op != "call_function" or node in found:
+            continue
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        tensors = node.all_input_nodes
+        if not tensors or name not in _SCALES | {"add", "sub", "stack", "cat"}:
+            continue
+        if name in ("mul", "div"):
+            is_one = node.args[0] in found and _is_number(node.args[1])
+        else:
+            is_one = found.issuperset(tensors) or (
+                name == "add" and any(map(found.__contains__, tensors)) and _starts_a_sum(node)
+            )
+        if is_one:
+            found.add(node)
+    return found
+
+
+_SCALES = {"mul", "div", "neg", "detach", "alias", "clone", "_to_copy", "view", "loss_part"}
+
+
+def _scaled_from(node: fx.Node) -> fx.Node | None:
+    """What a node is but for a number that it is scaled by; None for what is more."""
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    if name not in _SCALES:
+        return None
+    if name in ("mul", "div") and not _is_number(node.args[1]):
+        return None
+    return node.args[0]
+
+
+def _is_number(argument: object) -> bool:
+    """Return whether something is a number, or a scale that all ranks have alike."""
+    if not isinstance(argument, fx.Node):
+        return True
+    return argument.op == "placeholder" and argument.meta["zerofx_input"].is_loss_scale
+
+
+def _starts_a_sum(node: fx.Node) -> bool:
+    """Return whether a sum of losses starts here, from zeros."""
+    zeros = [term for term in node.args if isinstance(term, fx.Node)]
+    return any(
+        getattr(term.target, "overloadpacket", None) in (aten.zeros, aten.full, aten.scalar_tensor)
+        for term in zeros
+    )
