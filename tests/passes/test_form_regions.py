@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -11,6 +13,7 @@ from zerofx.errors import GraphError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.interface import mark_gradient, region_of, set_region
+from zerofx.ir.regions import numbered
 from zerofx.ir.roles import Provenance, Role
 from zerofx.passes.fuse.form_regions import form_regions
 from zerofx.verify.verifier import verify
@@ -114,3 +117,16 @@ def test_the_same_step_has_the_same_regions(program):
     again = rewritten(mlp_step(), stage=3, bucket=True)
     form_regions(again.gm, context_of(again))
     assert list(map(region_of, again.graph.nodes)) == list(map(region_of, program.graph.nodes))
+
+
+def test_one_of_several_results_stays_with_what_made_them_though_it_is_taken_again():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(1, 4)
+    made = graph.call_function(aten.native_layer_norm.default, (x, [4], None, None, 1e-5))
+    made.meta["val"] = aten.native_layer_norm.default(x.meta["val"], [4], None, None, 1e-5)
+    again = graph.call_function(operator.getitem, (made, 0))
+    again.meta["val"] = made.meta["val"][0]
+    again.meta["zerofx"] = Provenance(Role.RECOMPUTE, -1, "recompute")
+    graph.output((again,))
+    assert [number for _, number in numbered([made, again])] == [0, 0]

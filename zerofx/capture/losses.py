@@ -18,7 +18,7 @@ from torch import fx
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.graph import Builder, is_of_batch, move_to_front
-from zerofx.ir.interface import placeholders, recorded
+from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role
 from zerofx.ir.samples import Kind, Samples, Value
@@ -56,6 +56,7 @@ def spread_losses(gm: fx.GraphModule) -> None:
     roots = [node for node in losses if node.args[1] == "loss"]
     for root in roots:
         _check(samples.of(root.args[0]), root)
+    _warn_of_batch_norm(graph.nodes)
     before = {root: set(reached([root], lambda n: n.all_input_nodes)) for root in roots}
     found = defaultdict(list)
     for count in graph.find_nodes(op="call_function", target=ops.count):
@@ -92,11 +93,33 @@ def _check(value: Value, root: fx.Node) -> None:
             f"of them: it {value.why}. {REMEDY}.\n  at {line}"
         )
     if value.kind == Kind.SAME:
+        reads = reached([root], lambda node: node.all_input_nodes)
+        if any(_may_be_of_batch(node) for node in reads):
+            raise StepError(
+                "loss=global: the loss is made of nothing that the step is called with, so its "
+                "samples cannot be found. Call the step with the batch, as arguments.\n"
+                f"  at {source_line(root)}"
+            )
         return
     if not value.degrees <= {0, 1}:
         raise StepError(
             "loss=global: the loss is divided by more than one count of the batch, one after the "
             f"other, or by less than it is multiplied with. {REMEDY}.\n  at {source_line(root)}"
+        )
+
+
+def _may_be_of_batch(node: fx.Node) -> bool:
+    """Return whether an input may be of a batch: it is a tensor that is nothing of the model's."""
+    value = node.meta.get("val")
+    is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+    return node.op == "placeholder" and is_tensor and input_role(node).kind == "other"
+
+
+def _warn_of_batch_norm(nodes: Iterable[fx.Node]) -> None:
+    if any("batch_norm" in str(node.target) and node.op == "call_function" for node in nodes):
+        logger.warning(
+            "loss=global: the statistics of batch norm stay each rank's own, as they are of its "
+            "batch alone."
         )
 
 

@@ -50,7 +50,8 @@ def numbered(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
     number, has_forward = 0, False
     products: list[fx.Node] = []
     for node in nodes:
-        is_again = role(node) == Role.RECOMPUTE
+        # One of several results stays with what has made them, though it is taken once again.
+        is_again = role(node) == Role.RECOMPUTE and node.target is not operator.getitem
         is_inside = goes_into_region(node)
         adds_early = node in sums and not set(products[:-2]).isdisjoint(_terms(node))
         if not is_inside or (is_again and has_forward) or adds_early:

@@ -53,7 +53,8 @@ class Value:
     ``degrees`` are the powers of a batch's size that its terms grow with: 1 for a sum, 0 for a sum
     that has been divided by a count.  ``is_scaled``: of one sample each, but for a count of all.
     ``is_data``: no parameter has to do with it.  ``is_marked``: a count that capture knows to be
-    divided by.  ``culprit`` is the node that made a ``MIXED`` one, and ``why`` what is wrong.
+    divided by.  ``is_given``: a number that the step is called with is in it.  ``culprit``
+    is the node that made a ``MIXED`` one, and ``why`` what is wrong.
     """
 
     kind: Kind
@@ -62,6 +63,7 @@ class Value:
     is_scaled: bool = False
     is_data: bool = True
     is_marked: bool = False
+    is_given: bool = False
     culprit: fx.Node | None = None
     why: str = ""
 
@@ -119,7 +121,10 @@ class Samples:
                 self.values[node] = Value(Kind.COUNT, degrees=frozenset({1}))
             else:
                 is_data = role.kind not in ("parameter", "gradient")
-                self.values[node] = Value(Kind.SAME, _none(node), is_data=is_data)
+                is_given = role.kind == "number" or (role.kind == "other" and not _shape(node))
+                is_given = is_given and not role.is_loss_scale
+                value = Value(Kind.SAME, _none(node), is_data=is_data, is_given=is_given)
+                self.values[node] = value
 
     def _noted(self, node: fx.Node, value: Value) -> Value:
         self.sizes |= {n for n, span in zip(_shape(node), value.dims, strict=True) if span}
@@ -130,10 +135,11 @@ class Samples:
             whole, position = node.args
             found = self.values.get(whole)
             return found[position] if isinstance(found, list) else self.of(whole)
-        sources = [self.of(source) for source in node.all_input_nodes]
+        sources = list(map(self.of, _sources(node)))
         result = self._result(node, sources)
         is_data = all(source.is_data for source in sources)
-        values = [replace(value, is_data=is_data) for value in result]
+        is_given = any(source.is_given for source in sources)
+        values = [replace(value, is_data=is_data, is_given=is_given) for value in result]
         outputs = node.meta.get("val")
         if not isinstance(outputs, (tuple, list)):
             return values[0]
@@ -211,7 +217,7 @@ class Samples:
 
     def _pointwise(self, node: fx.Node) -> Value:
         dims = self._broadcast(node)
-        inputs = [self.of(source) for source in node.all_input_nodes]
+        inputs = list(map(self.of, _sources(node)))
         for value in inputs:
             if value.kind == Kind.MIXED:
                 return replace(value, dims=dims)
@@ -241,7 +247,7 @@ class Samples:
         ndim = output.dim() if isinstance(output, torch.Tensor) else 0
         places = [
             {at + ndim - len(value.dims): span for at, span in enumerate(value.dims) if span}
-            for value in map(self.of, node.all_input_nodes)
+            for value in map(self.of, _sources(node))
         ]
         found: dict[int, Span] = {}
         for spans in places:
@@ -274,6 +280,10 @@ class Samples:
             raise _MixedError(node, "multiplies or divides sums over a batch", dims)
         if not isinstance(node.args[1], fx.Node):
             self._refuse_number(node, first, is_division, dims)
+        elif second.kind == Kind.SAME and second.is_given and 1 in first.degrees:
+            raise _MixedError(
+                node, "scales a sum over the batch by a number that the step is called with", dims
+            )
         sign = -1 if is_division else 1
         (shift,) = second.degrees if len(second.degrees) == 1 else (0,)
         degrees = frozenset(degree + sign * shift for degree in first.degrees)
@@ -291,7 +301,9 @@ class Samples:
         if 1 not in value.degrees or isinstance(number, bool) or number in (0, 1):
             return
         inverse = number if is_division else 1 / number
-        is_size = abs(inverse - round(inverse)) < 1e-6 and round(inverse) in self.sizes
+        whole = round(abs(inverse))
+        is_whole = abs(abs(inverse) - whole) < 1e-6 * abs(inverse)
+        is_size = is_whole and any(size > 1 and whole % size == 0 for size in self.sizes)
         if is_division or is_size:
             raise _MixedError(node, f"divides a sum over the batch by the number {inverse:g}", dims)
 
@@ -338,7 +350,7 @@ class Samples:
     def _fused_loss(self, node: fx.Node) -> Value | list[Value]:
         """A loss with a ``reduction``: 0 for none, 1 for a mean, 2 for a sum."""
         reduction = _argument(node, "reduction")
-        inputs = [self.of(source) for source in node.all_input_nodes]
+        inputs = list(map(self.of, _sources(node)))
         if reduction == 0:
             return self._unknown(node)
         for value in inputs:
@@ -397,7 +409,7 @@ class Samples:
 
     def _same_dims(self, node: fx.Node) -> Value:
         value = self.of(node.args[0])
-        others = [self.of(source) for source in node.all_input_nodes]
+        others = list(map(self.of, _sources(node)))
         mixed = next((other for other in others if other.kind == Kind.MIXED), None)
         if mixed is not None:
             return replace(mixed, dims=value.dims)
@@ -465,7 +477,7 @@ class Samples:
         at = node.args[1] if isinstance(node.args[1], int) else 0
         shape = _shape(node.args[0])
         at = at % max(len(shape), 1)
-        given = [self.of(source) for source in node.all_input_nodes[1:]]
+        given = list(map(self.of, _sources(node)[1:]))
         bad = next((v for v in given if v.kind == Kind.MIXED and not _is_whole_number(v)), None)
         if bad is not None:
             return replace(bad, dims=into.dims)
@@ -517,7 +529,7 @@ class Samples:
         """Dimensions stay where they are as long as before, or the first does."""
         outputs = node.meta.get("val")
         is_single = not isinstance(outputs, (tuple, list))
-        inputs = [source for source in node.all_input_nodes if self.of(source).kind != Kind.SAME]
+        inputs = [source for source in _sources(node) if self.of(source).kind != Kind.SAME]
         along = _argument(node, "dim")
         results = []
         for output in [outputs] if is_single else outputs:
@@ -638,6 +650,15 @@ _RULES: dict[Any, Callable[[Samples, fx.Node], Any]] = {
 def _name(node: fx.Node) -> str:
     packet = getattr(node.target, "overloadpacket", node.target)
     return getattr(packet, "__name__", str(packet))
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a value is computed of; a size, as how long it is to be, is none of them."""
+    is_arithmetic = _is_pointwise(node) or not isinstance(node.meta.get("val"), torch.Tensor)
+    sources = node.all_input_nodes
+    if is_arithmetic and not isinstance(node.meta.get("val"), (tuple, list)):
+        return sources
+    return [source for source in sources if not _is_symbol(source.meta.get("val"))]
 
 
 def _argument(node: fx.Node, name: str) -> Any:

@@ -15,6 +15,7 @@ from zerofx.ir.effects import why_uncaptured
 from zerofx.ir.graph import updates
 from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.offload import copies_activation, is_fetch
+from zerofx.ir.roles import Role, provenance
 from zerofx.ir.sizes import hinted_bytes, is_symbolic, value_bytes
 from zerofx.passes.manager import TURNED_OFF
 from zerofx.report.memory import alive, errors, pieces_of, refills
@@ -55,6 +56,7 @@ def explanation(program: Program, *, with_seconds: bool) -> str:
         ("sent per rank and step: norms and flags", size_text(wire.scalars)),
         *_by_axis(program),
         ("collectives per step", str(wire.num_collectives)),
+        *_losses(program),
         *_offload(program, timeline),
         *_figures(program),
         ("bucket_bytes", "a layer" if limit == math.inf else size_text(int(limit))),
@@ -231,6 +233,16 @@ def _offload(program: Program, timeline: Timeline) -> list[tuple[str, str]]:
         together = Transfer(sum(way.seconds for way in ways), sum(way.exposed_s for way in ways))
         rows.append(("predicted for their ways there and back", str(together)))
     return rows
+
+
+def _losses(program: Program) -> list[tuple[str, str]]:
+    """Return rows on what is counted over all ranks; none with ``loss="rank"``."""
+    found = dict.fromkeys(
+        origin.reason
+        for node in program.gm.graph.nodes
+        if (origin := provenance(node)) is not None and origin.role == Role.LOSS_COUNT
+    )
+    return [("counted over all ranks", reason) for reason in found if reason]
 
 
 def _files(program: Program) -> list[tuple[str, str]]:
