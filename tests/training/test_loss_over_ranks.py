@@ -495,6 +495,23 @@ def test_gradients_of_several_calls_need_a_count_of_them_all(updates):
     assert model.head.weight.grad is not None
 
 
+def test_gradients_that_are_set_to_zeros_are_of_one_call():
+    torch.manual_seed(7)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(batch):
+        optimizer.zero_grad(set_to_none=False)
+        loss = masked(model(batch["tokens"]), batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    options = {"lowering": "eager", "stage": 0, "loss": "global"}
+    step = torch.compile(step, backend="zero", options=options)
+    assert step(batch_of(0)) > step(batch_of(0))
+
+
 def results(form: str):
     torch.manual_seed(7)
     model = Model()

@@ -123,11 +123,19 @@ def _warn_of_batch_norm(nodes: Iterable[fx.Node]) -> None:
         )
 
 
+_READS_NO_VALUES = (
+    aten.copy_.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.zeros_like.default,
+)
+
+
 def _check_calls(graph: fx.Graph, counts: list[fx.Node]) -> None:
     """Refuse counts of one call where the gradients of several are added up."""
     updates = any(node.target is ops.optimizer_step for node in graph.nodes)
     added = any(
-        user.target is not aten.copy_.default
+        user.target not in _READS_NO_VALUES
         for node in placeholders(graph, "gradient")
         for user in node.users
         if user.op != "output"
