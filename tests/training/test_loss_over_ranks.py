@@ -145,6 +145,27 @@ def last_token(out, b):
     return F.cross_entropy(out[rows, b["starts"]], b["targets"][:, 0])
 
 
+def focal(out, b):
+    each = by_token(out, b)
+    return ((1 - (-each).exp()).square() * each).mean()
+
+
+def dice_of_each(out, b):
+    p, t = out.sigmoid(), b["values"].sigmoid()
+    return (1 - (2 * (p * t).sum((1, 2)) + 1) / (p.sum((1, 2)) + t.sum((1, 2)) + 1)).mean()
+
+
+def mean_of_a_stack(out, b):
+    return torch.stack([F.cross_entropy(*flat(out, b)), F.mse_loss(out, b["values"])]).mean()
+
+
+def by_class(out, b):
+    """The mean over classes of their own means."""
+    hot = F.one_hot(b["targets"], CLASSES).float()
+    losses = (by_token(out, b)[..., None] * hot).sum((0, 1))
+    return (losses / hot.sum((0, 1)).clamp(min=1)).mean()
+
+
 CLASS_WEIGHTS = torch.linspace(0.5, 2.0, CLASSES)
 
 RIGHT: dict[str, Callable] = {
@@ -208,6 +229,10 @@ RIGHT: dict[str, Callable] = {
     "span": span,
     "pooled": pooled,
     "last_token": last_token,
+    "focal": focal,
+    "dice_of_each": dice_of_each,
+    "mean_of_a_stack": mean_of_a_stack,
+    "by_class": by_class,
     "with_weight_decay": lambda out, b: (
         F.cross_entropy(*flat(out, b)) + 1e-2 * sum(p.square().sum() for p in b["parameters"])
     ),
@@ -224,6 +249,11 @@ def balancing(out, b):
 def contrastive(out, b):
     z = F.normalize(out[:, 0], dim=-1)
     return F.cross_entropy(z @ z.T / 0.1, torch.arange(z.shape[0]))
+
+
+def dice_of_all(out, b):
+    p, t = out.sigmoid(), b["values"].sigmoid()
+    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
 
 
 REFUSED: dict[str, tuple[Callable, str]] = {
@@ -243,6 +273,12 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "covariance": (
         lambda out, b: (out[:, 0].T @ out[:, 0]).square().sum(),
         "multiplies|not linear",
+    ),
+    "dice_of_all": (dice_of_all, "multiplies or divides sums over a batch"),
+    "clamped": (lambda out, b: F.cross_entropy(*flat(out, b)).clamp(max=1.0), "not linear"),
+    "scaled_by_its_count": (
+        lambda out, b: F.cross_entropy(*flat(out, b)) * b["mask"].sum() / 9,
+        "uses a count of the batch other than to divide",
     ),
     "rms_of_the_batch": (lambda out, b: by_token(out, b).norm(), "over the samples"),
 }

@@ -207,11 +207,18 @@ class Samples:
         if of in ("local", "global"):
             return Value(Kind.COUNT, number.dims, frozenset({1}), is_marked=True)
         if of == "mean":
-            is_total = self.of(node.args[2]).kind in (Kind.TOTAL, Kind.COUNT)
-            if not is_total:
+            if not self._is_over_samples(node.args[2]):
                 return Value(Kind.SAME, number.dims)
             return Value(Kind.COUNT, number.dims, frozenset({1}), is_marked=True)
         return replace(number, is_marked=number.kind == Kind.COUNT)
+
+    def _is_over_samples(self, total: fx.Node) -> bool:
+        """Return whether the sum of a mean is over samples, and not of what has been summed up."""
+        if self.of(total).kind not in (Kind.TOTAL, Kind.COUNT):
+            return False
+        while _name(total) in ("detach", "alias", "_to_copy"):
+            (total,) = total.all_input_nodes
+        return _name(total) != "sum" or self.of(total.args[0]).kind == Kind.SAMPLES
 
     # What is computed element by element.
 
