@@ -48,7 +48,7 @@ def test_programs_are_numbered_in_the_order_of_the_passes(dumped):
     names = ["captured", *(step.name for step in rewrites(PIPELINE))]
     expected = [f"{number:02d}_{name}.py" for number, name in enumerate(names)]
     wires = {"gather_dtype": "int8", "reduce_wire": "int8"}
-    everything = {**dict.fromkeys(OPTIONAL_PASSES, True), **IN_FILES, **wires}
+    everything = {**dict.fromkeys(OPTIONAL_PASSES, True), **IN_FILES, **wires, "loss": "global"}
     assert files(dumped(mlp_step(), **everything)) == [*expected, "summary.txt"]
 
 

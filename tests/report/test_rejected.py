@@ -51,7 +51,7 @@ def train(tmp_path, planted, **options):
         optimizer.step()
         return loss
 
-    pipeline = (*PIPELINE[:3], Pass(planted, "planted"), *PIPELINE[3:])
+    pipeline = (*PIPELINE[:4], Pass(planted, "planted"), *PIPELINE[4:])
     options = {"stage": 1, "lowering": "eager", "dump": str(tmp_path), **options}
     with mock.patch.object(rewrite, "PIPELINE", pipeline):
         torch.compile(step, backend="zero", options=options)(torch.ones(2, 4))
