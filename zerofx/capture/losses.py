@@ -86,7 +86,8 @@ def spread_losses(gm: fx.GraphModule) -> None:
 
 def _check(value: Value, root: fx.Node) -> None:
     """Raise StepError for a loss that is not the mean or the sum of its parts."""
-    if value.kind == Kind.MIXED:
+    if value.kind == Kind.MIXED or value.why:
+        assert value.culprit is not None
         line = source_line(value.culprit) or source_line(root)
         raise StepError(
             f"loss=global: the loss is no sum of what each sample adds to it, divided by a count "

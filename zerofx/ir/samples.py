@@ -54,7 +54,8 @@ class Value:
     that has been divided by a count.  ``is_scaled``: of one sample each, but for a count of all.
     ``is_data``: no parameter has to do with it.  ``is_marked``: a count that capture knows to be
     divided by.  ``is_given``: a number that the step is called with is in it.  ``culprit``
-    is the node that made a ``MIXED`` one, and ``why`` what is wrong.
+    is the node that made a ``MIXED`` one, and ``why`` what is wrong; of a sum that is divided by
+    nothing yet, the node that scales it by a number which may be a count.
     """
 
     kind: Kind
@@ -285,12 +286,7 @@ class Samples:
                     dims,
                 )
             raise _MixedError(node, "multiplies or divides sums over a batch", dims)
-        if not isinstance(node.args[1], fx.Node):
-            self._refuse_number(node, first, is_division, dims)
-        elif second.kind == Kind.SAME and second.is_given and 1 in first.degrees:
-            raise _MixedError(
-                node, "scales a sum over the batch by a number that the step is called with", dims
-            )
+        why = first.why or self._may_be_count(node, first, second, is_division)
         sign = -1 if is_division else 1
         (shift,) = second.degrees if len(second.degrees) == 1 else (0,)
         degrees = frozenset(degree + sign * shift for degree in first.degrees)
@@ -300,19 +296,34 @@ class Samples:
         if first.kind == Kind.SAME:  # the inverse of a count
             return replace(second, dims=dims, degrees=degrees, is_scaled=False)
         is_marked = first.is_marked and (second.is_marked or second.kind == Kind.SAME)
-        return replace(first, dims=dims, degrees=degrees, is_scaled=is_scaled, is_marked=is_marked)
+        why = why if 1 in degrees else ""
+        return replace(
+            first,
+            dims=dims,
+            degrees=degrees,
+            is_scaled=is_scaled,
+            is_marked=is_marked,
+            why=why,
+            culprit=(first.culprit or node) if why else None,
+        )
 
-    def _refuse_number(self, node: fx.Node, value: Value, is_division: bool, dims: Dims) -> None:
-        """A number that a sum is divided by may be a count of this rank's batch, or not."""
+    def _may_be_count(self, node: fx.Node, value: Value, by: Value, is_division: bool) -> str:
+        """Say why a number that a sum is scaled by may be a count of this rank's batch."""
         number = node.args[1]
-        if 1 not in value.degrees or isinstance(number, bool) or number in (0, 1):
-            return
+        if 1 not in value.degrees or by.kind != Kind.SAME:
+            return ""
+        if isinstance(number, fx.Node):
+            given = "scales a sum over the batch by a number that the step is called with"
+            return given if by.is_given else ""
+        if isinstance(number, bool) or number in (0, 1):
+            return ""
         inverse = number if is_division else 1 / number
         whole = round(abs(inverse))
         is_whole = abs(abs(inverse) - whole) < 1e-6 * abs(inverse)
         is_size = is_whole and any(size > 1 and whole % size == 0 for size in self.sizes)
         if is_division or is_size:
-            raise _MixedError(node, f"divides a sum over the batch by the number {inverse:g}", dims)
+            return f"divides a sum over the batch by the number {inverse:g}"
+        return ""
 
     def _added(self, node: fx.Node, dims: Dims, inputs: Iterable[Value]) -> Value:
         inputs = [value for value in inputs if value.kind != Kind.SAME]
@@ -322,7 +333,9 @@ class Samples:
             is_marked = all(value.is_marked for value in inputs)
             return Value(Kind.COUNT, dims, degrees, is_marked=is_marked)
         if kinds <= {Kind.TOTAL, Kind.COUNT}:
-            return Value(Kind.TOTAL, dims, degrees)
+            doubtful = next((value for value in inputs if value.why), None)
+            total = Value(Kind.TOTAL, dims, degrees)
+            return replace(doubtful, dims=dims, degrees=degrees) if doubtful else total
         if kinds == {Kind.SAMPLES}:
             return Value(Kind.SAMPLES, dims, degrees, is_scaled=True)
         raise _MixedError(node, "adds what is of the whole batch to what is of samples", dims)
