@@ -280,6 +280,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         lambda out, b: F.cross_entropy(*flat(out, b)) * b["mask"].sum() / 9,
         "uses a count of the batch other than to divide",
     ),
+    "looked_up_of_what_is_normalised_by_the_batch": (
+        lambda out, b: masked(out / out.std(), b) + policy(out / out.std(), b),
+        "takes the std over the samples|takes the var over the samples",
+    ),
     "rms_of_the_batch": (lambda out, b: by_token(out, b).norm(), "over the samples"),
 }
 

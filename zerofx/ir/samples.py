@@ -48,7 +48,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of a value.
+    """Says how a value depends on the batch.
 
     ``degrees`` are the powers of a batch's size that its terms grow with: 1 for a sum, 0 for a sum
     that has been divided by a count.  ``is_scaled``: of one sample each, but for a count of all.
@@ -468,6 +468,10 @@ class Samples:
         value, at, indices = self.of(node.args[0]), node.args[1], self.of(node.args[2])
         at = at % max(len(value.dims), 1)
         dims = tuple(map(_first_of, zip(value.dims, indices.dims, strict=True)))
+        if value.kind == Kind.MIXED:
+            return replace(value, dims=dims)
+        if value.is_linear:
+            raise _MixedError(node, "computes something that is not linear of a batch's sums", dims)
         if value.dims[at] or indices.kind not in (Kind.SAME, Kind.SAMPLES):
             raise _MixedError(node, "looks up other samples", dims)
         return replace(value, kind=Kind.SAMPLES, dims=dims)
@@ -492,11 +496,13 @@ class Samples:
         return replace(value, dims=dims)
 
     def _scattered(self, node: fx.Node) -> Value:
-        """What is written by place: among samples, or to places of which there are others."""
+        """Follow what is written by place: among samples, or to places that are none."""
         into = self.of(node.args[0])
         at = node.args[1] if isinstance(node.args[1], int) else 0
         shape = _shape(node.args[0])
         at = at % max(len(shape), 1)
+        if into.kind == Kind.MIXED:
+            return into
         given = list(map(self.of, _sources(node)[1:]))
         bad = next((v for v in given if v.kind == Kind.MIXED and not _is_whole_number(v)), None)
         if bad is not None:
