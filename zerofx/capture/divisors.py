@@ -158,7 +158,7 @@ def _loss_function(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _number_of_targets(build: _Builder, given: Any) -> tuple[fx.Node, str]:
-    """What the mean of a cross entropy divides by: the weight of all targets that count."""
+    """Return what a cross entropy's mean divides by: the weight of all targets that count."""
     target, weight = given["target"], given.get("weight")
     value, source = target.meta["example_value"], given["input"].meta["example_value"]
     if value.dtype.is_floating_point:  # probabilities of classes: each sample counts as one

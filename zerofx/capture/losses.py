@@ -237,7 +237,7 @@ def _leaves(samples: Samples, count: fx.Node) -> list[fx.Node]:
 
 
 def _between(number: fx.Node, leaves: set[fx.Node]) -> list[fx.Node]:
-    """What computes a count of its leaves, in order."""
+    """Return the nodes that compute a count of its leaves, in order."""
 
     def onward(node: fx.Node) -> list[fx.Node]:
         return [] if node in leaves else node.all_input_nodes
@@ -299,7 +299,7 @@ _SCALES = {"mul", "div", "neg", "detach", "alias", "clone", "_to_copy", "view", 
 
 
 def _scaled_from(node: fx.Node) -> fx.Node | None:
-    """What a node is but for a number that it is scaled by; None for what is more."""
+    """Return what a node scales by a number; None if it does anything else."""
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
     if name not in _SCALES:
         return None
@@ -312,7 +312,7 @@ def _is_number(argument: object) -> bool:
     """Return whether something is a number, or a scale that all ranks have alike."""
     if not isinstance(argument, fx.Node):
         return True
-    return argument.op == "placeholder" and argument.meta["zerofx_input"].is_loss_scale
+    return argument.op == "placeholder" and input_role(argument).is_loss_scale
 
 
 def _starts_a_sum(node: fx.Node) -> bool:

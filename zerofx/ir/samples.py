@@ -25,7 +25,7 @@ from zerofx.ir.interface import input_role
 aten = torch.ops.aten
 
 Span = tuple[int, int]
-"""Where a dimension that others were put together to counts samples: what is outside, how many."""
+"""Says where in a dimension samples are counted: how much lies outside of them, how many."""
 
 Dims = tuple[Span | None, ...]
 """Of each dimension how it counts samples; None if it does not."""
@@ -491,6 +491,8 @@ class Samples:
         if is_reordered and picked:  # samples in another order
             picked[0] = picked[0] or (1, _shape(node)[begin])
         dims = (*rest[:begin], *picked, *rest[begin:])
+        if value.is_linear and any(picked):
+            raise _MixedError(node, "computes something that is not linear of a batch's sums", dims)
         if value.kind == Kind.SAME:
             return Value(Kind.SAMPLES, dims)
         return replace(value, dims=dims)
