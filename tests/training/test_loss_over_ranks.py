@@ -392,6 +392,7 @@ def test_compiled_it_trains_so_too(ranks):  # noqa: F811
         check(found, train_alone("z_loss", 2, calls=1))
 
 
+@pytest.mark.slow(reason="two ranks trace and train")
 def test_by_rank_it_would_be_another_training(ranks):  # noqa: F811
     (losses, _), _ = ranks(2).run(train_on_rank, "cross_entropy", {"stage": 0, "loss": "rank"})
     expected, _ = train_alone("cross_entropy", 2)
