@@ -42,7 +42,7 @@ def _eager(ctx: PassContext) -> str:
 
 
 def _of_each_rank(ctx: PassContext) -> str:
-    return "loss rank" if ctx.options.loss == "rank" else ""
+    return "" if ctx.options.may_lack_data else "loss rank"
 
 
 def _gathers_exactly(ctx: PassContext) -> str:

@@ -24,6 +24,7 @@ from zerofx.inspecting import explain, named_ranges, profile  # noqa: E402
 from zerofx.losses import global_count, local_count, per_rank  # noqa: E402
 from zerofx.planning.plan import Plan, plan  # noqa: E402
 from zerofx.runtime.access import full_params, unshard  # noqa: E402
+from zerofx.uneven import no_data  # noqa: E402
 
 __all__ = [
     "CheckpointError",
@@ -44,6 +45,7 @@ __all__ = [
     "local_count",
     "materialize",
     "named_ranges",
+    "no_data",
     "per_rank",
     "plan",
     "profile",

@@ -52,6 +52,7 @@ from zerofx.runtime.comm.peer_memory import PeerMemory
 from zerofx.runtime.optimizer.delayed import DelayedUpdates
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.copies import Copies
+from zerofx.runtime.turns import NoDataAnywhere, Turns
 from zerofx.wrappers import WrappersMet
 
 logger = logging.getLogger("zerofx")
@@ -91,6 +92,11 @@ RECOMPILE_LIMIT = (
     f"then each model has torch._dynamo.config.recompile_limit of its own. {RECOMPILES}"
 )
 
+NO_CALL = (
+    "a rank without data goes through the step's program with zero weight, and has none before its "
+    "first call: give every rank at least one batch, or fewer ranks."
+)
+
 OUTGROWN = (
     "The ranks compare what fits memory_budget: at the first call, and whenever a batch has become "
     "so large that on this rank it no longer does. Then all ranks must call with batches as large: "
@@ -125,6 +131,10 @@ class CompiledFunction:
         self.called_s = 0.0
         self.copies = Copies(REGISTRY.host)
         self.delayed = DelayedUpdates()
+        self.turns = Turns()
+        self.called_with: tuple[tuple[Any, ...], dict[str, Any]] | None = (
+            None  # if it may lack data
+        )
         backend.functions.add(self)
 
     @property
@@ -144,6 +154,8 @@ class CompiledFunction:
                 "a step does."
             )
         self.called_s = time.perf_counter()
+        if self.options is None or self.options.may_lack_data:
+            self.called_with = compat.dynamo.arguments_of_call()
         wrappers = WrappersMet()
         previous = self.backend.function
         if previous is None:
@@ -165,6 +177,29 @@ class CompiledFunction:
             self.backend.active.function = previous
             compat.dynamo.explain_refusal(GRAPH_BREAK + wrappers.words(), RECOMPILE_LIMIT)
 
+    def without_data(self, step: Callable) -> int:
+        """Go through the last call again, and add nothing; return how many ranks have data.
+
+        Raises: StepError if there was none, or data is never lacking by what the options say.
+        """
+        if self.options is None or (self.called_with is None and self.options.may_lack_data):
+            raise StepError(NO_CALL)
+        if not self.options.may_lack_data:
+            raise StepError(
+                "a rank without data is not expected: give the compiled step the option "
+                'uneven=True (ZEROFX_UNEVEN=1), or loss="global", on all ranks.'
+            )
+        if self.communicator.world_size == 1:
+            return 0
+        assert self.called_with is not None
+        arguments, by_name = self.called_with
+        try:
+            with self.turns.without_data():
+                step(*arguments, **by_name)
+        except NoDataAnywhere:
+            return 0
+        return self.turns.ranks_with_data
+
     @without_collections()
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable:
         """Compile one graph that Dynamo has traced from this function."""
@@ -184,7 +219,9 @@ class CompiledFunction:
             if self.choice is None:
                 with counted(self.seconds, "measuring"):
                     self.figures = self._figures(device)
-            capture = StepCapture(gm, inputs, communicator.mesh, self.options.loss)
+            capture = StepCapture(
+                gm, inputs, communicator.mesh, self.options.loss, self.options.uneven
+            )
             code = compat.dynamo.code_being_compiled()
             self._refuse_runaway(code, {id(tensor) for tensor in capture.tensors})
             with counted(self.seconds, "AOTAutograd"):
@@ -213,7 +250,7 @@ class CompiledFunction:
         options = choose(self.user_options)
         self.name = compat.dynamo.code_being_compiled().co_name
         self._check_reads(gm, inputs)
-        capture = StepCapture(gm, inputs, Mesh(), options.loss)
+        capture = StepCapture(gm, inputs, Mesh(), options.loss, options.uneven)
         return capture.lower(partial(stop, self))
 
     def _check_reads(self, gm: fx.GraphModule, inputs: list[Any]) -> None:
@@ -406,6 +443,8 @@ class CompiledFunction:
         if self.options is not None:
             return
         self.options = stopped(choose(self.user_options))
+        if not self.options.may_lack_data:
+            self.called_with = None
         if (self.options.lowering, self.options.start, device.type) == (
             "inductor",
             "compiled",

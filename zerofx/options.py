@@ -299,6 +299,9 @@ class Options:
     loss: str = _option("rank", _choice("rank", "global"))
     """``rank`` is the mean of the ranks' losses, ``global`` one over all their samples: what losses
     are divided by becomes the mean over ranks and micro-batches."""
+    uneven: bool = _option(False, _SWITCH)
+    """Ranks may run out of batches: they call ``zerofx.no_data(step)`` instead. ``loss=global``
+    implies it."""
     reduce_dtype: torch.dtype | None = _option(
         None, _dtype(torch.float16, torch.bfloat16, torch.float32, torch.float64)
     )
@@ -385,6 +388,11 @@ class Options:
     given."""
     outer_feedback: bool | None = None
     """The same of ``error_feedback``."""
+
+    @property
+    def may_lack_data(self) -> bool:
+        """Whether a rank may go through a call without a batch of its own."""
+        return self.uneven or self.loss == "global"
 
     @property
     def quantizes_reductions(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.graph import Builder, is_of_batch, move_to_front
+from zerofx.ir.graph import Builder, is_backward, is_of_batch, move_to_front
 from zerofx.ir.interface import placeholders
 from zerofx.ir.roles import Role
 from zerofx.passes.base import Counts, PassContext
@@ -28,6 +28,9 @@ def global_loss(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         start = zerofx.all_reduce_start(cat([count, ...]), "sum");  ...
         a = select(zerofx.wait(start), 0, 0);  ...;  start_1 = zerofx.all_reduce_start(loss, "mean")
         ...;  b = zerofx.wait(start_1)
+
+    Once it is known how many ranks have data, behind forward at the latest, the call ends if none
+    has: ``zerofx.end_without_data(a)``.
 
     What is counted in the batch alone is known before forward, which hides the collective.  Counts
     that forward computes are summed up where they are; nothing waits for a result but the end.
@@ -64,7 +67,12 @@ def _reduce(builder: Builder, ctx: PassContext, nodes: Sequence[fx.Node]) -> Non
             parts.append(call(aten.view.default, value, [value.meta["val"].numel()]))
         flat = call(aten.cat.default, parts)
         start = call(ops.all_reduce_start, flat, reduction, **ctx.mesh.over_all)
-    first = min([builder.graph.output_node(), *(user for node in nodes for user in node.users)])
+    users = [user for node in nodes for user in node.users]
+    ranks = [node for node in nodes if node.args[0].target is ops.has_data]
+    backward = (
+        next((node for node in builder.graph.nodes if is_backward(node)), None) if ranks else None
+    )
+    first = min(filter(None, [builder.graph.output_node(), backward, *users]))
     with builder.before(first, **origin) as call:
         total, begin = call(ops.wait, start), 0
         for node in nodes:
@@ -75,6 +83,8 @@ def _reduce(builder: Builder, ctx: PassContext, nodes: Sequence[fx.Node]) -> Non
                 part = call(aten._to_copy.default, part, dtype=value.dtype)
             elif not counts:
                 part = call(aten.clone.default, part)  # a result has memory of its own
+            if node in ranks:
+                call(ops.end_without_data, part)
             node.replace_all_uses_with(part)
             builder.graph.erase_node(node)
             begin += value.numel()

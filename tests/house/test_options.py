@@ -40,6 +40,7 @@ def test_defaults_are_the_contracts():
         "secondary_shard": None,
         "accumulate": None,
         "loss": "rank",
+        "uneven": False,
         "reduce_dtype": None,
         "gather_dtype": None,
         "reduce_wire": None,
@@ -481,7 +482,7 @@ def test_a_process_group_has_no_twin_and_the_error_says_so(text):
 
 def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     known = list(OPTIONS)
-    assert len(known) == 38
+    assert len(known) == 39
     assert words_of(ValueError, {"prefech": True}) == (
         f"option 'prefech' is unknown; did you mean 'prefetch'? Known: {', '.join(known)}"
     )
@@ -569,6 +570,7 @@ def test_every_optional_pass_is_a_field_and_on_by_default():
     switches = {f.name for f in dataclasses.fields(Options) if isinstance(f.default, bool)}
     others = {"fuse_optimizer", "peer_memory", "master_weights", "stochastic_rounding"}
     others |= {"offload_checksums", "delayed_update", "validate", "check_order", "program_cache"}
+    others |= {"uneven"}
     assert switches == {*OPTIONAL_PASSES, *others}
     assert all(map(Options().enabled, OPTIONAL_PASSES))
 

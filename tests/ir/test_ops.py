@@ -33,8 +33,8 @@ REPLACED_BEFORE_A_PROGRAM_RUNS = (
 )
 
 
-def test_thirty_three_operators_are_all():
-    assert len(OPERATORS) == 33
+def test_thirty_five_operators_are_all():
+    assert len(OPERATORS) == 35
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -42,6 +42,23 @@ def mark_losses(gm: fx.GraphModule) -> None:
         call.args = ([marker] if isinstance(call.args[0], list) else marker, *call.args[1:])
 
 
+def weigh_losses(gm: fx.GraphModule) -> None:
+    """Have every gradient be zero that a rank computes without data: ``loss * has_data``."""
+    graph = gm.graph
+    for call in [node for node in graph.nodes if is_backward_call(node)]:
+        if argument(call, 4, "create_graph"):
+            continue
+        several = isinstance(call.args[0], (list, tuple))
+        weighed = []
+        for loss in call.args[0] if several else [call.args[0]]:
+            value = loss.meta["example_value"]
+            with graph.inserting_before(call):
+                data = graph.call_function(ops.has_data, (value.dtype, value.device))
+                product = graph.call_function(operator.mul, (loss, data))
+            weighed.append(_like(loss, product))
+        call.args = (weighed if several else weighed[0], *call.args[1:])
+
+
 def without_marks(gm: fx.GraphModule) -> None:
     """Leave what users say of a loss out of a step for which it changes nothing."""
     for node in list(gm.graph.nodes):

@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from zerofx.errors import StepError
 from zerofx.ir import ops
-from zerofx.ir.graph import Builder, is_of_batch, move_to_front
+from zerofx.ir.graph import Builder, is_of_batch, may_be_batch, move_to_front
 from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role
@@ -51,6 +52,7 @@ def spread_losses(gm: fx.GraphModule) -> None:
     Raises: StepError for a loss that this is not true of, with the line.
     """
     graph, builder = gm.graph, Builder(gm, "capture")
+    data = count_ranks(gm)
     samples = Samples(graph).follow()
     losses = [n for n in graph.find_nodes(op="call_function", target=ops.loss_part)]
     roots = [node for node in losses if node.args[1] == "loss"]
@@ -67,10 +69,15 @@ def spread_losses(gm: fx.GraphModule) -> None:
         _check_calls(graph, [count for counts in found.values() for count in counts])
     leaves = [leaf for counts in found.values() for c in counts for leaf in _leaves(samples, c)]
     numbers = map(_number_of, leaves)
-    move_to_front(graph, [number for number in numbers if is_of_batch(number)])
+    early = [number for number in numbers if is_of_batch(number)]
     means: dict[fx.Node, fx.Node] = {}
+    if data is not None:
+        move_to_front(graph, [data.weight, *early])
+        _weigh_as_a_mean(builder, graph, data)
+        _average_results(builder, graph, roots, data)
     for together in _alike(found):
-        means |= _spread(builder, samples, together)
+        assert data is not None, "counts found are those of a loss"
+        means |= _spread(builder, samples, together, data)
     for count, mean in means.items():
         if min(count.users) < mean:
             raise StepError(
@@ -78,10 +85,62 @@ def spread_losses(gm: fx.GraphModule) -> None:
                 f"later one has been computed. {REMEDY}.\n  at {source_line(count)}"
             )
         count.replace_all_uses_with(mean)
-    _average_results(builder, graph, roots)
     for marker in [*graph.find_nodes(op="call_function", target=ops.count), *losses]:
         marker.replace_all_uses_with(marker.args[0])
         graph.erase_node(marker)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a program computes of which ranks have data, in front of all else.
+
+    ``mine`` is one, or zero without data; ``ranks`` the number of ranks that have data, ``weight``
+    what makes the mean over all ranks one over these: one, if all have.
+    """
+
+    mine: fx.Node
+    ranks: fx.Node
+    weight: fx.Node
+
+
+def count_ranks(gm: fx.GraphModule) -> Data | None:
+    """Count the ranks that have data, in front of all else; None if no loss asks.
+
+    Before::
+
+        data = zerofx.has_data();  loss * data
+
+    After::
+
+        data = zerofx.has_data();  ranks = zerofx.over_ranks(data, "sum");  ...;  loss * data
+    """
+    graph, builder = gm.graph, Builder(gm, "capture")
+    asked = graph.find_nodes(op="call_function", target=ops.has_data)
+    if not asked:
+        return None
+    device = asked[0].meta["val"].device
+    origin = {"role": Role.LOSS_COUNT, "like": asked[0]}
+    with builder.before(placeholders(graph)[-1].next, **origin) as call:
+        mine = call(ops.has_data, torch.float32, device)
+        ranks = call(ops.over_ranks, mine, "sum")
+        one = call(aten.full.default, [], 1.0, dtype=torch.float32, device=device)
+        world = call(ops.over_ranks, one, "sum")
+        weight = call(aten.mul.Tensor, mine, call(aten.div.Tensor, world, ranks))
+    return Data(mine, ranks, weight)
+
+
+def _weigh_as_a_mean(builder: Builder, graph: fx.Graph, data: Data) -> None:
+    """Make gradients, which are means over all ranks, those over the ranks that have data."""
+    for node in graph.find_nodes(op="call_function", target=ops.has_data):
+        if node is data.mine:
+            continue
+        value, weight = node.meta["val"], data.weight
+        if (value.dtype, value.device) != (torch.float32, weight.meta["val"].device):
+            with builder.before(node, role=Role.LOSS_COUNT) as call:
+                wanted = {"dtype": value.dtype, "device": value.device}
+                weight = call(aten._to_copy.default, weight, **wanted)
+        node.replace_all_uses_with(weight)
+        graph.erase_node(node)
 
 
 def _check(value: Value, root: fx.Node) -> None:
@@ -95,7 +154,7 @@ def _check(value: Value, root: fx.Node) -> None:
         )
     if value.kind == Kind.SAME:
         reads = reached([root], lambda node: node.all_input_nodes)
-        if any(_may_be_of_batch(node) for node in reads):
+        if any(may_be_batch(node) for node in reads):
             raise StepError(
                 "loss=global: the loss is made of nothing that the step is called with, so its "
                 "samples cannot be found. Call the step with the batch, as arguments.\n"
@@ -107,13 +166,6 @@ def _check(value: Value, root: fx.Node) -> None:
             "loss=global: the loss is divided by more than one count of the batch, one after the "
             f"other, or by less than it is multiplied with. {REMEDY}.\n  at {source_line(root)}"
         )
-
-
-def _may_be_of_batch(node: fx.Node) -> bool:
-    """Return whether an input may be of a batch: it is a tensor that is nothing of the model's."""
-    value = node.meta.get("val")
-    is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
-    return node.op == "placeholder" and is_tensor and input_role(node).kind == "other"
 
 
 def _warn_of_batch_norm(nodes: Iterable[fx.Node]) -> None:
@@ -163,7 +215,9 @@ def _alike(found: dict[fx.Node, list[fx.Node]]) -> Iterable[list[fx.Node]]:
     return groups.values()
 
 
-def _spread(builder: Builder, samples: Samples, counts: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+def _spread(
+    builder: Builder, samples: Samples, counts: list[fx.Node], data: Data
+) -> dict[fx.Node, fx.Node]:
     """Compute the mean of the counts of micro-batches, and of all ranks': what takes their place.
 
     It is what one process would compute, of counts of all ranks, shared by so many.
@@ -176,7 +230,7 @@ def _spread(builder: Builder, samples: Samples, counts: list[fx.Node]) -> dict[f
         for count in counts:
             with builder.before(count, **origin) as call:
                 number = _as_float(call, count.args[0])
-                means[count] = call(aten.div.Tensor, number, _num_ranks(call))
+                means[count] = call(aten.div.Tensor, number, data.ranks)
         return means
     degree = max(samples.of(counts[0]).degrees)
     leaves = [_leaves(samples, count) for count in counts]
@@ -193,6 +247,7 @@ def _spread(builder: Builder, samples: Samples, counts: list[fx.Node]) -> dict[f
             total = _as_float(call, _number_of(same[0]))
             for other in same[1:]:
                 total = call(aten.add.Tensor, total, _as_float(call, _number_of(other)))
+            total = call(aten.mul.Tensor, total, data.mine)
             substitutes[same[0]] = call(ops.over_ranks, total, "sum")
         number = counts[0] if counts[0] in substitutes else counts[0].args[0]
         for node in _between(number, set(leaves[0])):
@@ -203,14 +258,11 @@ def _spread(builder: Builder, samples: Samples, counts: list[fx.Node]) -> dict[f
                 substitutes[node] = copied
         mean = _as_float(call, substitutes[number])
         if degree:
-            shares = call(aten.mul.Tensor, _num_ranks(call), len(counts))
-            mean = call(aten.div.Tensor, mean, call(aten.pow.Tensor_Scalar, shares, degree))
+            shares = call(aten.mul.Tensor, data.ranks, len(counts))
+            if degree != 1:
+                shares = call(aten.pow.Tensor_Scalar, shares, degree)
+            mean = call(aten.div.Tensor, mean, shares)
     return dict.fromkeys(counts, mean)
-
-
-def _num_ranks(call: Callable[..., fx.Node]) -> fx.Node:
-    one = call(aten.full.default, [], 1.0, dtype=torch.float32)
-    return call(ops.over_ranks, one, "sum")
 
 
 def _as_float(call: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
@@ -252,7 +304,7 @@ def _between(number: fx.Node, leaves: set[fx.Node]) -> list[fx.Node]:
     return between
 
 
-def _average_results(builder: Builder, graph: fx.Graph, roots: list[fx.Node]) -> None:
+def _average_results(builder: Builder, graph: fx.Graph, roots: list[fx.Node], data: Data) -> None:
     """Return losses as they are over all ranks: what backward starts from, scaled or not."""
     output = graph.output_node()
     same = _same_as_losses(graph, roots)
@@ -264,7 +316,10 @@ def _average_results(builder: Builder, graph: fx.Graph, roots: list[fx.Node]) ->
             continue
         if result not in averaged:
             with builder.before(output, role=Role.LOSS_VALUE, like=result) as call:
-                averaged[result] = call(ops.over_ranks, result, "mean")
+                value = result.meta["val"]
+                weight = call(aten._to_copy.default, data.weight, dtype=value.dtype)
+                weighed = call(aten.mul.Tensor, result, weight)
+                averaged[result] = call(ops.over_ranks, weighed, "mean")
         results[position] = averaged[result]
     output.args = (tuple(results),)
 

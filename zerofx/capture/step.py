@@ -22,8 +22,8 @@ from torch import fx, nn
 
 from zerofx import compat
 from zerofx.capture.checks import argument, check_step, is_backward_call, readable
-from zerofx.capture.divisors import mark_losses, without_marks
-from zerofx.capture.losses import spread_losses
+from zerofx.capture.divisors import mark_losses, weigh_losses, without_marks
+from zerofx.capture.losses import count_ranks, spread_losses
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.graph import copied_module, updates
@@ -83,8 +83,15 @@ class CapturedStep:
 class StepCapture:
     """Reads one Dynamo graph, marks its gradients and lowers it to aten."""
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], mesh: Mesh, loss: str = "rank"):
-        self.gm, self.mesh, self.loss = gm, mesh, loss
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        mesh: Mesh,
+        loss: str = "rank",
+        uneven: bool = False,
+    ):
+        self.gm, self.mesh, self.loss, self.uneven = gm, mesh, loss, uneven
         self.inputs = list(inputs)
         self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         names = _names_in_scope({id(value) for value in self.inputs})
@@ -95,6 +102,8 @@ class StepCapture:
             mark_losses(gm)
         else:
             without_marks(gm)
+        if loss == "global" or uneven:
+            weigh_losses(gm)
         self._mark_gradients()
         self.gradient_outputs = self._find_gradient_outputs()
         _detach_outputs(gm)
@@ -191,7 +200,7 @@ class StepCapture:
                 described_graph(self.gm, ("example_value", "stack_trace", "custom")),
                 described(self.roles),
                 described([(info.name, info.shape, info.stride) for info in self.table]),
-                described((self.gradient_outputs, self.loss)),
+                described((self.gradient_outputs, self.loss, self.uneven)),
                 *(
                     described_tensor(t) if isinstance(t, torch.Tensor) else described(t)
                     for t in self.inputs
@@ -247,6 +256,8 @@ class StepCapture:
             recorded(gm.graph).gradients = self.gradient_outputs
             if self.loss == "global":
                 spread_losses(gm)
+            elif self.uneven:
+                count_ranks(gm)
             updated = updates(gm.graph)
             recorded(gm.graph).updates = updated
             around = compat.aot.around() if key and not constants else None

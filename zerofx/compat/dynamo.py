@@ -56,6 +56,21 @@ def arguments_being_compiled() -> tuple[str, ...]:
     return tuple(f"L['{name}']" for name in code.co_varnames[:number] if name != "self")
 
 
+def arguments_of_call() -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return what the compiled function is called with whose context is being entered.
+
+    Dynamo hands it to no backend; its wrapper (2.11 to 2.15) has it as ``args`` and ``kwargs``.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == torch._dynamo.eval_frame.__file__:
+            known = frame.f_locals
+            if "args" in known and "kwargs" in known:
+                return known["args"], known["kwargs"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
 def recompile_limit() -> int:
     """Return the most programs that torch compiles of one function, outside our tracing."""
     return torch._dynamo.config.recompile_limit

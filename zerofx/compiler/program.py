@@ -165,6 +165,7 @@ class Program:
                 ProgramSetup(
                     options,
                     self.function.copies,
+                    self.function.turns,
                     in_place=[node.args[2] for node in nodes if node.target is ops.write_back],
                     joins_updates=self.lowered.has_run("merge_updates"),
                     open_files=self._open_files,

@@ -10,9 +10,10 @@ from torch import fx
 from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.aliases import readers, writers
-from zerofx.ir.graph import updated_by
+from zerofx.ir.graph import is_random, may_be_batch, updated_by
 from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.offload import is_staged, operands_of_updates
+from zerofx.ir.reach import reached
 from zerofx.ir.rules import at, rules
 
 
@@ -45,6 +46,26 @@ def shards_written(graph: fx.Graph) -> set[int]:
     """The parameters whose shards the program writes to."""
     inputs = placeholders(graph, "parameter")
     return {input_role(node).parameter for node in inputs if writers(node)}
+
+
+def written_of_batch(graph: fx.Graph) -> list[int]:
+    """Return the positions of inputs that the program writes what it has of the rank's batch to.
+
+    Running statistics and sums of metrics are, averages of parameters are not.
+    """
+    inputs = placeholders(graph)
+    others = [(at, node) for at, node in enumerate(inputs) if input_role(node).parameter < 0]
+    written = {node: at for at, node in others if writers(node)}
+    of_batch = {node for _, node in others if node not in written and may_be_batch(node)}
+
+    def onward(node: fx.Node) -> list[fx.Node]:
+        return [] if rules(node).uniform or node.op == "placeholder" else node.all_input_nodes
+
+    return [
+        at
+        for node, at in written.items()
+        if any(one in of_batch or is_random(one) for one in reached(writers(node), onward))
+    ]
 
 
 def moved_out(graph: fx.Graph) -> set[int]:

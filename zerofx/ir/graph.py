@@ -190,6 +190,13 @@ def is_of_batch(node: fx.Node) -> bool:
     )
 
 
+def may_be_batch(node: fx.Node) -> bool:
+    """Return whether an input may be of a batch: it is a tensor that is nothing of the model's."""
+    value = node.meta.get("val")
+    is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+    return node.op == "placeholder" and is_tensor and input_role(node).kind == "other"
+
+
 def move_to_front(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Move nodes that are of the batch, and what they are computed of, in front of all others."""
     wanted = set(reached(nodes, lambda node: node.all_input_nodes))

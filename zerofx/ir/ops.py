@@ -115,6 +115,21 @@ def over_ranks(value, reduction):
     return torch.empty_like(value)
 
 
+@define("has_data(ScalarType dtype, Device device) -> Tensor")
+def has_data(dtype, device):
+    """One, 0-dim; zero in a call of a rank that has no batch, and goes through another's again."""
+    return torch.empty((), dtype=dtype, device=device)
+
+
+@define("end_without_data(Tensor ranks) -> ()", acts=True)
+def end_without_data(ranks):
+    """End the call on all ranks if ``ranks``, the number of those that have data, is zero.
+
+    Only a rank without a batch looks: where one has a batch, nobody ends.
+    """
+    return None
+
+
 @define(
     "all_reduce_start(Tensor input, str reduction, str axis='data') -> Tensor",
     **_REDUCES,

@@ -39,6 +39,7 @@ from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
 from zerofx.runtime.storage.bucket import Location
+from zerofx.runtime.turns import NoDataAnywhere
 from zerofx.runtime.wires import Wires
 
 
@@ -68,6 +69,7 @@ class StepRuntime:
         self.buffers = [weakref.ref(buffer) for buffer in trained.buffers]
         self.optimizers = [weakref.ref(optimizer) for optimizer in trained.optimizers.values()]
         self.options, self.copies = setup.options, setup.copies
+        self.turns = setup.turns
         self.program: Callable | None = None
         self.bound: list[ParameterState] = []
         self._read_interface(graph)
@@ -126,6 +128,9 @@ class StepRuntime:
         ]
         self.unreduced_gradients = [(at, role) for at, role in gradients if role.unreduced]
         self.results = recorded(graph)
+        self.written_of_batch = (
+            effects.written_of_batch(graph) if self.options.may_lack_data else []
+        )
         self.changed_gradients = effects.changed_gradients(graph)
         self.changed_by_user = effects.shards_changed_by_user(graph)
         self.written = effects.shards_written(graph)
@@ -165,6 +170,8 @@ class StepRuntime:
         on_device, on_host = self.steps, self.host_updates
         wires = self.wires
         kernels: dict[object, Callable] = {
+            ops.has_data: self.turns.has_data,
+            ops.end_without_data: self.turns.end_without_data,
             ops.all_reduce_start: buckets.all_reduce_start,
             ops.all_reduce_bucket_start: buckets.all_reduce_bucket_start,
             ops.reduce_scatter_start: buckets.reduce_scatter_start,
@@ -204,7 +211,10 @@ class StepRuntime:
         return kernels
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        """Run the program once on Dynamo's inputs; empties the list it is given."""
+        """Run the program once on Dynamo's inputs; empties the list it is given.
+
+        Raises: NoDataAnywhere if no rank has data, and nothing has been changed.
+        """
         if any(
             bound.state is State.RETIRED for bound in self.bound
         ):  # unsharded since: take charge again
@@ -223,7 +233,11 @@ class StepRuntime:
         of = self.options
         self.communicator.buffers.is_on = of.memory_budget is None and of.memory_limit is None
         try:
-            results = self._run(values)
+            with self.turns.kept_without(values[at] for at in self.written_of_batch):
+                results = self._run(values)
+        except NoDataAnywhere:
+            self._end_under_way()
+            raise
         except BaseException as error:
             self._leave_after(error)
             raise
@@ -286,11 +300,22 @@ class StepRuntime:
             SNAPSHOTS.before_change(self.bound[i].parameter for i in self.changed_by_user)
         with torch.no_grad():
             results = list(self.program(*values))
+        self._finish()
+        return results
+
+    def _finish(self) -> None:
+        """Complete what goes on beside the step."""
         self.steps.finish()
         if self.files is not None:
             self.files.tier.finish()
         self.host_updates.finish()
-        return results
+
+    def _end_under_way(self) -> None:
+        """Complete what has been started of a call that ends, on all ranks at the same place."""
+        self.communicator.complete()
+        if self.moves:
+            self.copies.abandon()
+        self._finish()
 
     def _leave_after(self, error: BaseException) -> None:
         """Leave nothing under way of a call that has failed."""

@@ -16,7 +16,7 @@ from torch import fx
 from zerofx.errors import GraphError
 from zerofx.ir import ops
 from zerofx.ir.aliases import Heirs, aliases, heirs_in, mutated_inputs, readers, shard_of, uses
-from zerofx.ir.graph import updates
+from zerofx.ir.graph import updated_by, updates
 from zerofx.ir.interface import gradient_of, input_role, placeholders, recorded, region_of
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.offload import copies_activation, is_staged
@@ -82,6 +82,7 @@ def verify(
     _buckets_hold_what_they_say(gm.graph, table)
     _regions_are_runs_of_compute(gm.graph)
     _updates_are_those_captured(gm.graph, table)
+    _ends_without_data(gm.graph)
     if "averaged_gradients" in facts:
         verify_averages(gm.graph, table)
 
@@ -110,6 +111,38 @@ def _starts_are_waited_once(graph: fx.Graph) -> None:
             if axis not in mesh.names:
                 names = ", ".join(map(repr, mesh.names))
                 raise broken(node, f"is over axis {axis!r}, and the mesh has {names}.")
+
+
+def _ends_without_data(graph: fx.Graph) -> None:
+    """Check that a step ends in time where no rank has data: before it writes to anything."""
+    flags = graph.find_nodes(op="call_function", target=ops.has_data)
+    if not flags or graph.find_nodes(op="call_function", target=ops.over_ranks):
+        return
+    ends = graph.find_nodes(op="call_function", target=ops.end_without_data)
+    if not ends:
+        raise broken(flags[0], "is read, and nothing ends a call in which no rank has data.")
+    for end in ends:
+        if _summed_part(end.args[0]) not in flags:
+            raise broken(end, "reads what is no sum of has_data over the ranks.")
+    for node in graph.nodes:
+        if node < ends[0] and (mutated_inputs(node) or updated_by(node)):
+            raise broken(node, f"writes before {ends[0].name} has ended a call without data.")
+
+
+def _summed_part(node: fx.Node) -> fx.Node | None:
+    """Return what a slice of a sum over ranks is the sum of; None if it is no such slice."""
+    while node.target is aten.view.default:
+        node = node.args[0]
+    if node.target is not aten.slice.Tensor or not ops.is_wait(node.args[0]):
+        return None
+    (begin,), start = node.args[2:3], node.args[0].args[0]
+    if start.target is not ops.all_reduce_start or start.args[1] != "sum":
+        return None
+    for part in start.args[0].args[0]:
+        if begin == 0:
+            return part.args[0]
+        begin -= part.meta["val"].numel()
+    return None
 
 
 def _nothing_reads_freed_memory(graph: fx.Graph) -> None:

@@ -24,6 +24,8 @@ def why_equivalent(bug: Bug, graph: fx.Graph, table: ParameterTable) -> str | No
         return "the copy computes the same of the same operands"
     if bug.kind == "duplicate" and _draws_nothing(node):
         return "the copy computes the same of the same operands"
+    if bug.kind == "duplicate" and node.target is ops.end_without_data:
+        return "the call has ended, or goes on"
     if bug.kind == "delete" and _is_pure(node) and not node.users:
         return "nobody reads it"
     if bug.kind == "delete":
@@ -161,6 +163,10 @@ def _why_free(node: fx.Node, bug: Bug) -> str | None:
     if node.target is aten.constant_pad_nd.default and bug.argument == 2:
         return "nobody looks at padding"
     argument = node.target._schema.arguments[bug.argument].name
+    if node.target is aten.slice.Tensor and argument == "end":
+        size = node.args[0].meta["val"].shape[node.args[1]]
+        if min(node.args[3], bug.value) >= size:
+            return "a slice ends where its tensor does"
     if argument == "slot":
         return "any staging buffer will do that nobody else has in use"
     if argument == "changed" and bug.value:

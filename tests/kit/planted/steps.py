@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import nn
+
 from tests.kit.coded_reductions import wide_mlp
-from tests.kit.programs import Captured, mlp_step
+from tests.kit.programs import Captured, capture, mlp_step
 from tests.replay.test_dumped_programs import EVERYTHING, language_step, two_optimizers_step
 from zerofx.passes.offload import offload_activations
 
@@ -41,6 +45,27 @@ def _clipped() -> Captured:
     return mlp_step(2, clip=True)
 
 
+@functools.cache
+def _masked() -> Captured:
+    """Two micro-batches with masks of their own, and a loss over all ranks."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, masks):
+        optimizer.zero_grad()
+        total = 0.0
+        for number in range(2):
+            out, mask = model(x[:, number]).square(), masks[:, number]
+            loss = (out * mask).sum() / (mask.sum() + 1) / 2
+            (loss + out.mean()).backward()
+            total = total + loss.detach()
+        optimizer.step()
+        return loss, total
+
+    return capture(step, torch.randn(3, 2, 5), torch.rand(3, 2, 4), world_size=2, loss="global")
+
+
 FORMS = {
     "layers, everything in files": Form(
         _clipped,
@@ -65,4 +90,5 @@ FORMS = {
     "layers, states on the host": Form(
         _clipped, {"stage": 2, "offload": "optimizer", "bucket_bytes": 200}
     ),
+    "masked, one loss over all ranks": Form(_masked, {"stage": 1, "loss": "global"}),
 }

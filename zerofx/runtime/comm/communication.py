@@ -213,6 +213,11 @@ class Communicator:
             raise
         return started
 
+    def complete(self) -> None:
+        """Wait for all that is in flight."""
+        for pending in list(self._in_flight.values()):
+            self.wait(pending.result)
+
     def free(self, gathered: torch.Tensor) -> None:
         """Do nothing: a gathered buffer goes as the program drops its last reference here.
 

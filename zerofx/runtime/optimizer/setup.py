@@ -15,6 +15,7 @@ from zerofx.options import Options
 from zerofx.runtime.optimizer.delayed import DelayedUpdates
 from zerofx.runtime.storage.copies import Copies
 from zerofx.runtime.storage.tier import FileTier
+from zerofx.runtime.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,13 @@ class ProgramSetup:
     ``copies`` makes its moves.  ``in_place`` are the buckets, as their parameters' indices, that it
     may write to before its last copies do.  Updates run together if ``joins_updates``, those in
     host memory as one for each bucket.  ``open_files`` opens the tier for what it reads from files.
-    With ``delayed``, updates go on into the next call, which stores what they have made.
+    With ``delayed``, updates go on into the next call, which stores what they have made.  ``turns``
+    says whether this rank has data in a call.
     """
 
     options: Options
     copies: Copies
+    turns: Turns
     in_place: Sequence[Sequence[int]]
     joins_updates: bool
     open_files: Callable[[], FileTier]

@@ -1,0 +1,236 @@
+"""Ranks whose data is used up: they take part with zero weight, and nobody hangs."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+import zerofx
+from tests.kit.ranks import ranks_fixture  # noqa: F401
+from zerofx.errors import StepError
+
+WIDTH, CLASSES = 6, 5
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return self.head(x + self.body(x))
+
+
+def rows_of(rank: int, number: int) -> int:
+    return random.Random(100 * rank + number).randint(1, 4)
+
+
+def batch_of(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    rows = rows_of(rank, number)
+    x = torch.randn(rows, WIDTH, generator=generator)
+    return x, torch.randint(CLASSES, (rows,), generator=generator)
+
+
+def has_batch(rank: int, number: int, dry_from: int) -> bool:
+    """Rank 1 is dry from a step on, and the last rank at every fourth one."""
+    if rank == 1:
+        return number < dry_from
+    return rank == 0 or number % 4 != 3
+
+
+def train(calls: list[list | None], options: dict | None) -> tuple[list, list]:
+    """Return losses (or how many ranks had data) and parameters; None is a call without data."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        penalty = 0.01 * model.head.weight.square().sum()
+        loss = F.cross_entropy(model(x), y) + penalty
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        return loss
+
+    if options is not None:
+        step = torch.compile(step, backend="zero", options={"lowering": "eager", **options})
+    found = [step(*call).item() if call is not None else zerofx.no_data(step) for call in calls]
+    if options is not None:
+        assert zerofx.no_data(step) == 0
+        assert zerofx.no_data(step) == 0  # nothing has changed
+    with zerofx.full_params(model):
+        return found, [p.detach().clone() for p in model.parameters()]
+
+
+def train_on_rank(steps: int, dry_from: int, options: dict):
+    rank = dist.get_rank()
+    calls = [batch_of(rank, n) if has_batch(rank, n, dry_from) else None for n in range(steps)]
+    return train(calls, options)
+
+
+def train_alone(world_size: int, steps: int, dry_from: int):
+    calls = []
+    for number in range(steps):
+        having = [r for r in range(world_size) if has_batch(r, number, dry_from)]
+        calls.append(list(map(torch.cat, zip(*(batch_of(r, number) for r in having), strict=True))))
+    return train(calls, None)
+
+
+def check(ranks, world_size, steps, dry_from, options):
+    losses, parameters = train_alone(world_size, steps, dry_from)
+    arguments = steps, dry_from, options
+    for rank, found in enumerate(ranks(world_size).run(train_on_rank, *arguments, timeout_s=300)):
+        for number, (mine, expected) in enumerate(zip(found[0], losses, strict=True)):
+            if has_batch(rank, number, dry_from):
+                assert mine == pytest.approx(expected, rel=2e-6, abs=1e-6)
+            else:
+                having = [r for r in range(world_size) if has_batch(r, number, dry_from)]
+                assert mine == len(having)
+        torch.testing.assert_close(found[1], parameters, rtol=1e-5, atol=1e-5)
+
+
+OFFLOADED = {"offload": ["optimizer", "params"]}
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.parametrize("options", ({"stage": 3}, {"stage": 1}), ids=str)
+def test_ranks_without_data_leave_the_training_as_it_is(ranks, options):  # noqa: F811
+    check(ranks, 3, 12, 5, {"loss": "global", **options})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"stage": 0},
+        {"stage": 2},
+        {"stage": 3, "lowering": "inductor"},
+        {"stage": 3, "lowering": "inductor", "start": "at_once"},
+        {"stage": 3, "start": "at_once"},
+        {"stage": 3, **OFFLOADED},
+        {"stage": 2, "offload": ["optimizer"], "delayed_update": False},
+        {"stage": 3, "check_order": True},
+        {"stage": 3, "validate": True},
+    ),
+    ids=str,
+)
+def test_whatever_the_options(ranks, options):  # noqa: F811
+    check(ranks, 2, 10, 4, {"loss": "global", **options})
+
+
+@pytest.mark.nightly
+def test_a_thousand_steps_with_one_rank_dry_from_the_middle_on(ranks):  # noqa: F811
+    check(ranks, 2, 1000, 500, {"loss": "global", "stage": 3})
+
+
+def average_over_two(rows: int):
+    """Two steps: with data on both ranks, then on rank 0 alone."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+
+    step = torch.compile(step, backend="zero", options={"lowering": "eager", "uneven": True})
+    x = torch.ones(rows, WIDTH)
+    step(x)
+    with zerofx.full_params(model):
+        before = model.bias.detach().clone()
+    having = 1
+    if dist.get_rank() == 0:
+        step(x)
+    else:
+        having = zerofx.no_data(step)
+    with zerofx.full_params(model):
+        return having, (before - model.bias.detach()).item()
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+def test_by_rank_the_mean_stays_one_over_all_ranks(ranks):  # noqa: F811
+    assert ranks(2).run(average_over_two, 3) == [(1, 0.5), (1, 0.5)]
+
+
+def write_statistics():
+    """What a dry rank's step has written: running statistics, a metric, an average of weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen, average = torch.zeros(1), torch.zeros(WIDTH)
+
+    def step(x, seen, average):
+        optimizer.zero_grad()
+        out = model(x)
+        out.square().mean().backward()
+        optimizer.step()
+        seen.add_(out.detach().sum())
+        average.lerp_(model[2].bias.detach().expand(WIDTH), 0.5)
+
+    step = torch.compile(
+        step, backend="zero", options={"lowering": "eager", "stage": 1, "loss": "global"}
+    )
+    x = torch.randn(3 + dist.get_rank(), WIDTH)
+    step(x, seen, average)
+    before = copy.deepcopy((model[1].running_mean, seen, average))
+    if dist.get_rank() == 0:
+        step(x, seen, average)
+    else:
+        assert zerofx.no_data(step) == 1
+    after = model[1].running_mean, seen, average
+    return [torch.equal(one, other) for one, other in zip(before, after, strict=True)], average
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+def test_what_is_written_of_a_batch_stays_as_it_is(ranks):  # noqa: F811
+    (with_data, one), (without, other) = ranks(2).run(write_statistics)
+    assert with_data == [False, False, False]
+    assert without == [True, True, False]
+    assert torch.equal(one, other)
+
+
+def compiled(**options):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return torch.compile(step, backend="zero", options={"lowering": "eager", **options})
+
+
+def test_before_the_first_call_there_is_nothing_to_go_through():
+    with pytest.raises(StepError, match="has none before its first call"):
+        zerofx.no_data(compiled(uneven=True))
+
+
+def test_it_has_to_be_expected():
+    step = compiled()
+    step(torch.ones(1, 2))
+    with pytest.raises(StepError, match="uneven=True"):
+        zerofx.no_data(step)
+
+
+def test_one_rank_alone_may_stop():
+    step = compiled(uneven=True)
+    step(torch.ones(1, 2))
+    assert zerofx.no_data(step) == 0
+
+
+def test_what_no_backend_of_ours_has_compiled_is_refused():
+    with pytest.raises(StepError, match="has not been called"):
+        zerofx.no_data(print)
