@@ -12,6 +12,7 @@ from zerofx.passes.fuse.form_regions import form_regions
 from zerofx.passes.fuse.merge_updates import merge_updates
 from zerofx.passes.fuse.reduce_unflattened import reduce_unflattened
 from zerofx.passes.fuse.write_back import write_back
+from zerofx.passes.loss.chunk_loss import chunk_loss
 from zerofx.passes.loss.global_loss import global_loss
 from zerofx.passes.memory.recompute import recompute
 from zerofx.passes.normalize import normalize
@@ -39,6 +40,10 @@ from zerofx.passes.zero.shard_parameters import shard_parameters
 def _eager(ctx: PassContext) -> str:
     is_eager = ctx.options.lowering == "eager"
     return "lowering eager (needs inductor)" if is_eager else ""
+
+
+def _in_one(ctx: PassContext) -> str:
+    return "chunk_loss is 0" if ctx.options.chunk_loss == 0 else ""
 
 
 def _of_each_rank(ctx: PassContext) -> str:
@@ -71,6 +76,7 @@ _fusing = partial(_of_averages, optional=True, switch="fuse_optimizer", lowers=T
 
 PIPELINE = (
     Pass(normalize),
+    Pass(chunk_loss, preserves_numerics=False, why_not=_in_one),  # it sums in another order
     Pass(global_loss, why_not=_of_each_rank),
     Pass(recompute, optional=True),
     Pass(data_parallel, provides=frozenset({"averaged_gradients"}), preserves_numerics=False),

@@ -196,6 +196,12 @@ def _positive(nbytes: int) -> int:
     return nbytes
 
 
+def _not_negative(number: int) -> int:
+    if number < 0:
+        raise ValueError(f"must be 0, 1 or a number of chunks, not {number}")
+    return number
+
+
 def _figures(value: Any) -> Hardware:
     if isinstance(value, Hardware):
         return value
@@ -251,6 +257,7 @@ _FEEDBACK = _Kind(
 )
 _INTEGER = _Kind((int,), "an integer", parse=int)
 _BYTES = _Kind((int,), "a whole number of bytes", _positive, lambda text: int(float(text)))  # 25e6
+_CHUNKS = _Kind((int,), "0, 1 or a number of chunks", _not_negative, int)
 _EXAMPLE = "latency_s=3e-4 bytes_per_s=1e9"
 _HARDWARE = _Kind(
     (Hardware, str, os.PathLike, Mapping),
@@ -302,6 +309,9 @@ class Options:
     uneven: bool = _option(False, _SWITCH)
     """Ranks may run out of batches: they call ``zerofx.no_data(step)`` instead. ``loss=global``
     implies it."""
+    chunk_loss: int | None = _option(None, _CHUNKS)
+    """Compute the head and the loss in chunks of tokens: 0 is off, 1 on, more says how many; None
+    is on where that saves more than a bucket."""
     reduce_dtype: torch.dtype | None = _option(
         None, _dtype(torch.float16, torch.bfloat16, torch.float32, torch.float64)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,21 +95,37 @@ def train(name: str, batch: dict[str, torch.Tensor], options: dict | None):
         step = torch.compile(step, backend="zero", options={"lowering": "eager", **options})
     losses = [step(batch).item() for _ in range(2)]
     with zerofx.full_params(model):
-        return losses, [p.detach().clone() for p in model.parameters()]
+        parameters = [p.detach().clone() for p in model.parameters()]
+    return losses, parameters, zerofx.explain(step) if options is not None else ""
 
 
 def train_on_rank(name: str, options: dict):
     return train(name, batch_of(name, dist.get_rank()), {"loss": "global", **options})
 
 
+LANGUAGE = ("llama", "qwen3", "gemma2", "gpt2", "t5", "bert_masked")
+
+
 @pytest.mark.parametrize("lowering", ("eager", "inductor"))
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_as_one_process(ranks, name, lowering):  # noqa: F811
+    check(ranks, name, {"stage": 3, "lowering": lowering})
+
+
+@pytest.mark.parametrize("lowering", ("eager", "inductor"))
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_with_the_loss_in_chunks_it_trains_so_too(ranks, name, lowering):  # noqa: F811
+    check(
+        ranks, name, {"stage": 3, "lowering": lowering, "chunk_loss": 3}, r"chunk_loss .*losses: 1"
+    )
+
+
+def check(ranks, name, options, explained=""):  # noqa: F811
     batches = [batch_of(name, rank) for rank in range(2)]
     joined = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
-    losses, parameters = train(name, joined, None)
-    options = {"stage": 3, "lowering": lowering}
-    for found, of_rank in ranks(2).run(train_on_rank, name, options, timeout_s=400):
+    losses, parameters, _ = train(name, joined, None)
+    for found, of_rank, text in ranks(2).run(train_on_rank, name, options, timeout_s=400):
+        assert re.search(explained, text)
         torch.testing.assert_close(found, losses, rtol=2e-6, atol=0)
         for one, other in zip(of_rank, parameters, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

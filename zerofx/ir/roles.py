@@ -16,6 +16,7 @@ class Role(StrEnum):
     # What losses are divided by, and what is returned of them.
     LOSS_COUNT = "loss_count"
     LOSS_VALUE = "loss_value"
+    CHUNK = "chunk"
 
     # Gathers of parameters, and what stands before and behind them.
     HOISTED_CAST = "hoisted_cast"

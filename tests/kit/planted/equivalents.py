@@ -12,6 +12,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, memory_of, mutated_inputs
 from zerofx.ir.graph import is_random, updated_by
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.roles import Role, role
 
 aten = torch.ops.aten
 
@@ -63,6 +64,8 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _why_unneeded(node: fx.Node, table: ParameterTable) -> str | None:
     if _is_same_view(node, stand_in(node)):
         return "its operand is the same memory in the same shape"
+    if why := _why_no_copy_is_needed(node):
+        return why
     if node.target in _VIEWS and all(user.target in _VIEWS for user in node.users):
         return "its readers lay it out anew"
     if node.target is ops.mask_padding:
@@ -106,6 +109,24 @@ def _why_idempotent(node: fx.Node, source: fx.Node) -> str | None:
         return "its operand is the same memory in the same shape"
     if node.target is aten.slice.Tensor and node.args[2] == 0:
         return "it takes the beginning, of which the beginning is all"
+    if node.target is aten.mul.Tensor and node.args[1].meta["val"].dtype == torch.bool:
+        return "what is masked is masked already"
+    return _IDEMPOTENT.get(node.target) or _why_no_copy_is_needed(node)
+
+
+_IDEMPOTENT = {
+    aten.sum.default: "a sum is one number, and its sum",
+    aten._log_softmax.default: "the exponentials of what it gives sum to one already",
+    aten._log_softmax_backward_data.default: "what it gives sums to zero already",
+    aten.nll_loss_backward.default: "it looks at the shape of what it replaces alone",
+}
+
+
+def _why_no_copy_is_needed(node: fx.Node) -> str | None:
+    if node.target is aten.clone.default:
+        return "nobody writes to what it copies"
+    if node.target is aten.where.ScalarOther and role(node) == Role.CHUNK:
+        return "targets that do not count weigh nothing, whatever they are"
     return None
 
 
@@ -167,6 +188,10 @@ def _why_free(node: fx.Node, bug: Bug) -> str | None:
         size = node.args[0].meta["val"].shape[node.args[1]]
         if min(node.args[3], bug.value) >= size:
             return "a slice ends where its tensor does"
+    if argument == "reduction" and bug.value > 2:
+        return "torch takes it for a sum"
+    if why := _why_no_copy_is_needed(node):
+        return why
     if argument == "slot":
         return "any staging buffer will do that nobody else has in use"
     if argument == "changed" and bug.value:

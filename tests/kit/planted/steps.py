@@ -66,6 +66,28 @@ def _masked() -> Captured:
     return capture(step, torch.randn(3, 2, 5), torch.rand(3, 2, 4), world_size=2, loss="global")
 
 
+@functools.cache
+def _language() -> Captured:
+    """A head with a bias, and a mean over tokens of other weights, of which some do not count."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Tanh(), nn.Linear(4, 9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = torch.linspace(0.5, 1.5, 9)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        logits = model(x)[:, :-1]
+        each = nn.functional.cross_entropy(
+            logits.reshape(-1, 9), y.view(-1), weight=weight, ignore_index=1
+        )
+        loss = each + 0.1 * torch.logsumexp(logits, -1).tanh().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return capture(step, torch.randint(9, (2, 6)), torch.randint(9, (2, 5)), world_size=2)
+
+
 FORMS = {
     "layers, everything in files": Form(
         _clipped,
@@ -90,5 +112,6 @@ FORMS = {
     "layers, states on the host": Form(
         _clipped, {"stage": 2, "offload": "optimizer", "bucket_bytes": 200}
     ),
+    "language, loss in chunks": Form(_language, {"stage": 1, "chunk_loss": 3}),
     "masked, one loss over all ranks": Form(_masked, {"stage": 1, "loss": "global"}),
 }

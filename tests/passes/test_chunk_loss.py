@@ -1,0 +1,307 @@
+"""chunk_loss: head and loss in chunks of tokens, with the same sums and no large value."""
+
+import functools
+import logging
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import nn
+
+from tests.kit.programs import assert_same_numerics, capture, execute, nodes_of, rewritten
+from zerofx.ir import ops
+from zerofx.ir.graph import is_backward
+from zerofx.ir.interface import placeholders
+from zerofx.ir.roles import parameter_of
+from zerofx.passes.loss.rows import Rows, placed
+
+aten = torch.ops.aten
+CLASSES, WIDTH, BATCH, LENGTH = 29, 6, 3, 8
+TOKENS = BATCH * LENGTH
+
+
+class Model(nn.Module):
+    def __init__(self, bias: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(self.embedding(x))))
+
+
+def flat(logits, y, **options):
+    return F.cross_entropy(logits.reshape(-1, CLASSES), y.reshape(-1), **options)
+
+
+def focal(logits, y, mask):
+    each = flat(logits, y, reduction="none")
+    return ((1 - torch.exp(-each)) ** 2 * each).mean()
+
+
+def gathered(logits, y, mask):
+    picked = torch.log_softmax(logits.float(), -1).gather(-1, y[..., None]).squeeze(-1)
+    return -(picked * mask).sum() / mask.sum()
+
+
+def distilled(logits, y, mask):
+    teacher = torch.softmax(logits.detach() * 0.5, -1)
+    return F.kl_div(F.log_softmax(logits, -1), teacher, reduction="batchmean")
+
+
+FORMS = {
+    "mean": lambda logits, y, mask: flat(logits, y),
+    "sum": lambda logits, y, mask: flat(logits, y, reduction="sum") / TOKENS,
+    "ignored": lambda logits, y, mask: flat(logits, y, ignore_index=1),
+    "weighed": lambda logits, y, mask: flat(logits, y, weight=torch.linspace(0.5, 1, CLASSES)),
+    "smoothed": lambda logits, y, mask: flat(logits, y, label_smoothing=0.1, ignore_index=1),
+    "probabilities": lambda logits, y, mask: F.cross_entropy(
+        logits.view(-1, CLASSES), torch.softmax(logits.detach().view(-1, CLASSES), -1)
+    ),
+    "masked": lambda logits, y, mask: (
+        (flat(logits, y, reduction="none") * mask.view(-1)).sum() / mask.sum()
+    ),
+    "z loss": lambda logits, y, mask: (
+        flat(logits, y) + 1e-2 * torch.logsumexp(logits, -1).square().mean()
+    ),
+    "softcap": lambda logits, y, mask: flat(30 * torch.tanh(logits / 30), y),
+    "scaled": lambda logits, y, mask: flat(logits * 0.5, y) / 4,
+    "shifted": lambda logits, y, mask: flat(logits[:, :-1], y[:, 1:]),
+    "shifted softcap": lambda logits, y, mask: flat(torch.tanh(logits)[:, :-1], y[:, 1:]),
+    "per sequence": lambda logits, y, mask: (
+        (flat(logits, y, reduction="none").view(BATCH, LENGTH) * mask).sum(1) / mask.sum(1)
+    ).mean(),
+    "half of the classes": lambda logits, y, mask: F.cross_entropy(
+        logits[..., :20].reshape(-1, 20), y.view(-1) % 20
+    ),
+    "focal": focal,
+    "gathered": gathered,
+    "distilled": distilled,
+}
+
+
+@functools.cache
+def language_step(form="mean", bias=False, tied=False, dtype=torch.float32, micro_batches=1):
+    torch.manual_seed(0)
+    model = Model(bias, tied).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y, mask):
+        optimizer.zero_grad()
+        for number in range(micro_batches):
+            rows = slice(number * BATCH, (number + 1) * BATCH)
+            loss = FORMS[form](model(x[rows]), y[rows], mask[rows])
+            loss.backward()
+        optimizer.step()
+        return loss
+
+    shape = micro_batches * BATCH, LENGTH
+    inputs = torch.randint(CLASSES, shape), torch.randint(CLASSES, shape), torch.rand(shape)
+    return capture(step, *inputs, world_size=2)
+
+
+def in_chunks(captured, number=3):
+    return rewritten(captured, until="chunk_loss", chunk_loss=number)
+
+
+def in_one(captured):
+    return rewritten(captured, until="normalize")
+
+
+def most_elements(captured) -> int:
+    """Of a value that is computed of the batch."""
+    values = [n.meta.get("val") for n in captured.graph.nodes if n.op == "call_function"]
+    table = {tuple(node.meta["val"].shape) for node in placeholders(captured.graph, "parameter")}
+    table |= {shape[::-1] for shape in table}
+    return max(
+        v.numel() for v in values if isinstance(v, torch.Tensor) and tuple(v.shape) not in table
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_computes_the_same_and_nothing_of_all_tokens(form):
+    captured = language_step(form)
+    after = in_chunks(captured)
+    assert most_elements(in_one(captured)) >= (TOKENS - BATCH) * 20
+    assert most_elements(after) <= (TOKENS // 3) * CLASSES
+    assert_same_numerics(execute(in_one(captured)), execute(after), bitwise=False)
+
+
+@pytest.mark.parametrize("number", (2, 5, TOKENS, 1000))
+@pytest.mark.parametrize("form", ("ignored", "shifted"))
+def test_any_number_of_chunks(form, number):
+    captured = language_step(form, bias=True)
+    after = in_chunks(captured, number)
+    assert_same_numerics(execute(in_one(captured)), execute(after), bitwise=False)
+
+
+def test_a_tied_head_and_micro_batches():
+    captured = language_step("mean", tied=True, micro_batches=2)
+    after = in_chunks(captured)
+    assert len(nodes_of(after, aten._log_softmax.default)) == 6
+    assert_same_numerics(execute(in_one(captured)), execute(after), bitwise=False)
+
+
+def test_gradients_of_narrow_weights_are_summed_in_float32():
+    after = in_chunks(language_step("mean", dtype=torch.bfloat16))
+    sums = [n for n in after.graph.nodes if n.target in (aten.add_.Tensor, aten.addmm_.default)]
+    assert sums and {node.meta["val"].dtype for node in sums} == {torch.float32}
+    assert {tuple(node.meta["val"].shape) for node in sums} == {(CLASSES, WIDTH)}
+
+
+def test_sums_of_weights_have_the_memory_of_the_first():
+    after = in_chunks(language_step("mean"))
+    assert len(nodes_of(after, aten.addmm_.default)) == 2
+
+
+def test_chunks_are_part_of_backward():
+    after = in_chunks(language_step("mean"))
+    heads = [n for n in after.graph.nodes if "_chunk" in n.name]
+    assert len(heads) > 20 and all(map(is_backward, heads))
+
+
+@pytest.mark.parametrize("number", (2, 6))
+def test_a_head_is_gathered_once_and_its_gradient_reduced_once(number):
+    options = {"stage": 3, "bucket": False}
+    captured = language_step("mean")
+    one = rewritten(captured, chunk_loss=0, **options)
+    some = rewritten(captured, chunk_loss=number, **options)
+    for kind in (ops.all_gather_start, ops.reduce_scatter_start):
+        assert len(nodes_of(some, kind)) <= len(nodes_of(one, kind))
+    (head,) = (info.index for info in captured.table if info.name == "head.weight")
+    for kind in (ops.all_gather_start, ops.reduce_scatter_start):
+        assert [parameter_of(node) for node in nodes_of(some, kind)].count(head) == 1
+
+
+def refusal(step, caplog, *inputs) -> str:
+    with caplog.at_level(logging.WARNING, "zerofx"):
+        in_chunks(capture(step, *inputs, world_size=2))
+    (record,) = [r for r in caplog.records if "chunk_loss" in r.getMessage()]
+    return record.getMessage()
+
+
+def trained(loss_of):
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        results = loss_of(model(x), y)
+        loss, *others = results if isinstance(results, tuple) else (results,)
+        loss.backward()
+        optimizer.step()
+        return loss, *others
+
+    return step
+
+
+def transposed(logits, y):
+    return F.cross_entropy(logits.transpose(1, 2), y)
+
+
+def returned(logits, y):
+    return flat(logits, y), logits
+
+
+def root(logits, y):
+    return flat(logits, y, reduction="none").square().mean().sqrt()
+
+
+def dropped(logits, y):
+    return flat(F.dropout(logits), y)
+
+
+def mixed(logits, y):
+    return flat(torch.cumsum(logits, 1), y)
+
+
+REFUSED = {
+    transposed: r"it puts tokens behind something else.*flatten\(0, 1\)",
+    returned: "the step returns what has tokens x vocabulary elements",
+    root: "depends on all tokens, and is read for each",
+    dropped: "is not known to compute each token by itself",
+    mixed: "cumsum is not known to compute each token by itself",
+}
+
+
+@pytest.mark.parametrize("loss_of", REFUSED)
+def test_why_not_is_said_with_the_line(loss_of, caplog):
+    inputs = torch.randint(CLASSES, (BATCH, LENGTH)), torch.randint(CLASSES, (BATCH, LENGTH))
+    message = refusal(trained(loss_of), caplog, *inputs)
+    assert message.startswith("chunk_loss=3: no loss is computed in chunks: ")
+    assert re.search(REFUSED[loss_of], message), message
+    assert "test_chunk_loss.py:" in message
+
+
+def test_a_model_without_a_head_is_told_so(caplog):
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+
+    assert "no matrix product makes more" in refusal(step, caplog, torch.randn(4, 6))
+
+
+def test_values_of_single_tokens_may_be_read_by_others():
+    def loss_of(logits, y):
+        each = flat(logits, y, reduction="none")
+        return each.mean(), each, logits.argmax(-1)
+
+    inputs = torch.randint(CLASSES, (BATCH, LENGTH)), torch.randint(CLASSES, (BATCH, LENGTH))
+    captured = capture(trained(loss_of), *inputs, world_size=2)
+    after = in_chunks(captured)
+    assert most_elements(after) <= (TOKENS // 3) * CLASSES
+    assert_same_numerics(execute(in_one(captured)), execute(after), bitwise=False)
+
+
+def test_it_is_on_where_it_saves_more_than_a_bucket():
+    captured = language_step("mean")
+    small = rewritten(captured, until="chunk_loss", bucket_bytes=100)
+    large = rewritten(captured, until="chunk_loss", bucket_bytes=1 << 20)
+    # 24 tokens are one chunk, where nobody says how many.
+    assert not any("_chunk" in n.name for g in (small, large) for n in g.graph.nodes)
+
+
+@functools.cache
+def longer():
+    torch.manual_seed(0)
+    step = trained(lambda logits, y: flat(logits, y))
+    inputs = torch.randint(CLASSES, (BATCH, 100)), torch.randint(CLASSES, (BATCH, 100))
+    return capture(step, *inputs, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "options, chunks",
+    [
+        ({"bucket_bytes": 1 << 10}, 3),  # of 128 tokens at most
+        ({"bucket_bytes": 1 << 20}, 1),
+        ({"bucket_bytes": 1 << 20, "chunk_loss": 1}, 3),
+        ({"bucket_bytes": 1 << 10, "chunk_loss": 0}, 1),
+        ({"bucket_bytes": 1 << 20, "chunk_loss": 4}, 4),
+    ],
+)
+def test_how_many_chunks_there_are(options, chunks):
+    after = rewritten(longer(), **options, stage=0)
+    assert len(nodes_of(after, aten._log_softmax.default)) == chunks
+
+
+@pytest.mark.parametrize(
+    "shape, tokens, expected",
+    [
+        ((4, 6, 5), 24, Rows(0, 1)),
+        ((24, 5), 24, Rows(0, 1)),
+        ((24,), 24, Rows(0, 0)),
+        ((24, 1), 24, Rows(0, 1)),
+        ((1, 24, 5), 24, Rows(0, 1)),
+    ],
+)
+def test_where_tokens_are_in_a_shape(shape, tokens, expected):
+    assert placed(shape, tokens) == expected
