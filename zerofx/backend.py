@@ -94,7 +94,8 @@ RECOMPILE_LIMIT = (
 
 NO_CALL = (
     "a rank without data goes through the step's program with zero weight, and has none before its "
-    "first call: give every rank at least one batch, or fewer ranks."
+    "first call: call the step once before, or give any batch of the right form, "
+    "zerofx.no_data(step, batch)."
 )
 
 OUTGROWN = (
@@ -144,6 +145,8 @@ class CompiledFunction:
     @contextlib.contextmanager
     def call_context(self) -> Iterator[None]:
         """Surround one call: parameters are plain, and Dynamo traces whole steps."""
+        if getattr(self.backend.active, "is_asking", False):
+            raise AskedError(self)
         if self.backend.stop is not None:
             leave_block()
         reason = compat.dynamo.why_not_compiled()
@@ -155,7 +158,8 @@ class CompiledFunction:
             )
         self.called_s = time.perf_counter()
         if self.options is None or self.options.may_lack_data:
-            self.called_with = compat.dynamo.arguments_of_call()
+            arguments = compat.dynamo.arguments_of_call()
+            self.calling_with = arguments and copied_containers(arguments)
         wrappers = WrappersMet()
         previous = self.backend.function
         if previous is None:
@@ -177,22 +181,29 @@ class CompiledFunction:
             self.backend.active.function = previous
             compat.dynamo.explain_refusal(GRAPH_BREAK + wrappers.words(), RECOMPILE_LIMIT)
 
-    def without_data(self, step: Callable) -> int:
-        """Go through the last call again, and add nothing; return how many ranks have data.
+    def called(self) -> None:
+        """Note that a call has gone through: a rank without data may do so again."""
+        if self.options is not None and self.options.may_lack_data:
+            self.called_with = self.calling_with
+        self.calling_with = None
 
-        Raises: StepError if there was none, or data is never lacking by what the options say.
+    def without_data(self, step: Callable, given: Arguments | None) -> int:
+        """Go through a call and add nothing; return how many ranks have data.
+
+        It is called with what is ``given``, or with what it was called with before.
+
+        Raises: StepError if it was not, or data is never lacking by what the options say.
         """
-        if self.options is None or (self.called_with is None and self.options.may_lack_data):
-            raise StepError(NO_CALL)
-        if not self.options.may_lack_data:
+        options = self.options or choose(self.user_options)
+        if not options.may_lack_data:
             raise StepError(
                 "a rank without data is not expected: give the compiled step the option "
                 'uneven=True (ZEROFX_UNEVEN=1), or loss="global", on all ranks.'
             )
-        if self.communicator.world_size == 1:
-            return 0
-        assert self.called_with is not None
-        arguments, by_name = self.called_with
+        again = given or self.called_with
+        if again is None:
+            raise StepError(NO_CALL)
+        arguments, by_name = copied_containers(again)
         try:
             with self.turns.without_data():
                 step(*arguments, **by_name)
@@ -444,7 +455,7 @@ class CompiledFunction:
             return
         self.options = stopped(choose(self.user_options))
         if not self.options.may_lack_data:
-            self.called_with = None
+            self.calling_with = None
         if (self.options.lowering, self.options.start, device.type) == (
             "inductor",
             "compiled",
@@ -479,6 +490,27 @@ class CompiledFunction:
         )
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a function is called with, by position and by name."""
+
+
+def copied_containers(value: Any) -> Any:
+    """Lists, tuples and dicts anew, of the same values: the step may take them apart."""
+    if type(value) is dict:
+        return {key: copied_containers(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(copied_containers, value))
+    return value
+
+
+class AskedError(BaseException):
+    """No error: ends a call that was made to find which function it would run."""
+
+    def __init__(self, function: CompiledFunction) -> None:
+        super().__init__()
+        self.function = function
+
+
 Stop = Callable[[CompiledFunction, CapturedStep], NoReturn]
 """Ends the call of a function, whose step has been captured, by an exception."""
 
@@ -506,6 +538,22 @@ class ZeroBackend:
         if path not in self.dump_folders:
             self.dump_folders[path] = claim(path, run_of_this_process())
         return self.dump_folders[path]
+
+    def function_called_by(self, step: Callable) -> CompiledFunction | None:
+        """Return the compiled function that a callable is; None if it is none of ours."""
+        compiled = compat.dynamo.compiled_callable(step)
+        if compiled is None:
+            return None
+        self.active.is_asking = True
+        try:
+            compiled()
+        except AskedError as asked:
+            return asked.function
+        except TypeError:  # of something around it, which looks at its arguments
+            return None
+        finally:
+            self.active.is_asking = False
+        return None
 
     def programs_of(self, code: types.CodeType, parameters: set[int]) -> int:
         """Count a function's programs in use that have some of these parameters, given by id."""

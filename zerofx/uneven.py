@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from zerofx.backend import NO_CALL, zero
+from zerofx.backend import zero
 from zerofx.errors import StepError
 
 
-def no_data(step: Callable) -> int:
+def no_data(step: Callable, *arguments: Any, **by_name: Any) -> int:
     """Take part in the others' call of ``step`` without a batch; return how many ranks have one.
 
     Call it in place of the step once this rank has used up its data::
@@ -21,17 +22,24 @@ def no_data(step: Callable) -> int:
     The rank goes through its last call again, with weight zero: it adds nothing to gradients, and
     updates its shards as the others do.  With ``loss="global"`` gradients are means over the ranks
     that have data; with ``loss="rank"`` over all, as ``torch.distributed.algorithms.join.Join`` has
-    it.  What the step writes of a batch (running statistics, metrics) stays as it is.
+    it.  What the step writes of a batch (running means and variances, metrics) stays as it is.
+
+    What it is called with is what it was called with last, whose tensors have to hold finite
+    numbers still.  Give ``arguments`` where that is not right: a rate that the step is called with,
+    a flag, another model; or a rank that never had a batch, which may take any of the right form.
 
     Returns 0 on all ranks once none has data: nothing was updated, and all may stop.
 
     Collective: the other ranks call ``step``, or this.
 
-    Raises: StepError if ``step`` was not called before on this rank, or neither ``uneven`` nor
-    ``loss="global"`` is set; ValueError if ``step`` is not compiled by this backend.
+    Raises: StepError if ``step`` was not called before on this rank and there are no ``arguments``,
+    if neither ``uneven`` nor ``loss="global"`` is set, if the step has no backward, or is not
+    compiled by this backend.
     """
-    code = getattr(getattr(step, "_torchdynamo_orig_callable", None), "__code__", None)
-    functions = [one for one in zero.functions if code is not None and one.code is code]
-    if not functions:
-        raise StepError(f"{step!r} has not been called on this rank: {NO_CALL}")
-    return max(functions, key=lambda one: one.called_s).without_data(step)
+    function = zero.function_called_by(step)
+    if function is None:
+        raise StepError(
+            f"{step!r} is not a step of this backend: give what torch.compile(step, "
+            'backend="zero") has returned.'
+        )
+    return function.without_data(step, (arguments, by_name) if arguments or by_name else None)

@@ -57,12 +57,13 @@ def chunk_loss(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     that backward reads there may depend on the loss of all tokens.  Chunks are part of backward.
     Sums of narrow values are made in float32.
     """
-    _forget_losses(gm)
     wanted = ctx.options.chunk_loss
     found = chunks = saved = 0
     why_not = ["no matrix product makes more of each token than it has"]
-    for head in _heads(gm.graph):
-        number = _number_of_chunks(head, ctx)
+    numbers = {head: _number_of_chunks(head, ctx) for head in _heads(gm.graph)}
+    if max(numbers.values(), default=1) > 1:
+        _forget_losses(gm)
+    for head, number in numbers.items():
         if not head.users or number < 2:
             continue  # part of another one's region, or not worth it
         try:
@@ -222,8 +223,8 @@ class Region:
             if step.adds_up or step.leaves:
                 region.ends[node] = step
             else:
-                region.steps[node] = step
-                known[node] = step.rows
+                assert step.rows is not None, "it has tokens, or is a sum over them"
+                region.steps[node], known[node] = step, step.rows
         region._check(why_not)
         return region
 

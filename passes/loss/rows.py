@@ -332,7 +332,10 @@ def _nll_loss(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> 
     values, targets, weight, reduction, *_ = node.args
     if known.get(values) != Rows(0, 1):
         raise NotByTokensError("its classes are not the last dimension")
-    operands = {values: Rows(0, 1), targets: known.get(targets, Rows(0, 0))}
+    operands: dict[fx.Node, Rows | None] = {
+        values: Rows(0, 1),
+        targets: known.get(targets, Rows(0, 0)),
+    }
     if isinstance(weight, fx.Node):
         operands[weight] = WHOLE
     reduction = NONE if reduction == NONE else SUM

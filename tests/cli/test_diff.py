@@ -117,7 +117,7 @@ def test_every_statement_is_shown_if_asked_for(program, tmp_path):
     ("passes", "expected"),
     [
         (
-            ("00", "03"),
+            ("00", "04"),
             r"\n-    \w+: .* = zerofx\.gradient\((?:.*\n)*"
             r"\+    # data_parallel: reduce_gradient 0\.weight.*\n"
             r"(?:\+    # .*\n)*\+    reduce_gradient_start_0_weight: ",

@@ -575,7 +575,7 @@ def test_the_dump_says_what_is_kept_and_what_is_repeated_and_why(tmp_path):
     program = clone(one_gate())
     run_passes(program, stage=0, lowering="inductor")
     folder = write_dump(one_gate(), tmp_path, stage=0, lowering="inductor")
-    text = (folder / "02_recompute.py").read_text()
+    text = (folder / "03_recompute.py").read_text()
     assert "recomputed because cheap: 1" in text
     (copy,) = copies_in(program)
     assert f"    # recompute: recompute; silu is not kept\n    {copy.name}: " in text

@@ -71,7 +71,7 @@ def test_the_walk_can_be_walked(tmp_path, monkeypatch, capsys):
     results = [text.split("what it returns:")[1] for text in (captured, last)]
     assert "parameter 2.bias" in results[0] and results[0] == results[1]
     assert re.search(r"0 inserted, 0 removed, [1-9]\d* moved, 0 changed", turned_off)
-    program = (tmp_path / "dumps/rank0/step0_0/09_shard_parameters.py").read_text()
+    program = (tmp_path / "dumps/rank0/step0_0/10_shard_parameters.py").read_text()
     (quoted,) = re.findall(r"```text\n(    # from /home/me/train.py.*?)```", PAGE, re.S)
     place, *statements = quoted.splitlines(keepends=True)
     assert place.replace("/home/me/train.py", str(tmp_path / "train.py")) in program

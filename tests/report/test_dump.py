@@ -56,8 +56,9 @@ def test_passes_that_did_not_run_leave_no_file(dumped):
     assert files(dumped(mlp_step(), stage=1, prefetch=False, recompute=False)) == [
         "00_captured.py",
         "01_normalize.py",
-        "02_data_parallel.py",
-        "03_shard_optimizer.py",
+        "02_chunk_loss.py",
+        "03_data_parallel.py",
+        "04_shard_optimizer.py",
         "summary.txt",
     ]
 
@@ -95,10 +96,10 @@ def test_every_program_is_python(dumped):
 
 def test_the_first_lines_name_versions_the_pass_and_what_it_did(dumped):
     folder = dumped(mlp_step())
-    lines = (folder / "03_data_parallel.py").read_text().splitlines()
+    lines = (folder / "04_data_parallel.py").read_text().splitlines()
     assert lines[:3] == [
         f"# zerofx dump {FORMAT}, torch {torch.__version__}, zerofx {zerofx.__version__}",
-        "# 03 data_parallel, rank 0 of 2, stage 3",
+        "# 04 data_parallel, rank 0 of 2, stage 3",
         "# averaged: 6, sums averaged once: 0",
     ]
     costs = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line)[1:] for line in lines[4:10]}
@@ -156,7 +157,7 @@ def test_every_inserted_node_is_explained_in_place(dumped):
 
 
 def test_local_gradients_say_whose_they_are(dumped):
-    lines = (dumped(mlp_step()) / "03_data_parallel.py").read_text().splitlines()
+    lines = (dumped(mlp_step()) / "04_data_parallel.py").read_text().splitlines()
     marked = [line.strip() for line in lines if "this rank's gradient of" in line]
     assert sorted(marked) == sorted(
         f"# this rank's gradient of {index}.{of}"
@@ -191,7 +192,7 @@ def test_the_summary_has_a_line_per_pass(dumped):
     rows = {re.search(r"[a-z]\w+", line)[0]: line for line in lines[2:]}
     assert list(rows) == ["captured", *(step.name for step in rewrites(PIPELINE))]
     assert re.match(
-        r"03  data_parallel +6 .* \d+ B +\d+ B +0\.\d{4} +averaged: 6", rows["data_parallel"]
+        r"04  data_parallel +6 .* \d+ B +\d+ B +0\.\d{4} +averaged: 6", rows["data_parallel"]
     )
     assert rows["shard_parameters"].endswith("off: stage 1 (needs 3)")
 

@@ -51,7 +51,7 @@ def train(tmp_path, planted, **options):
         optimizer.step()
         return loss
 
-    pipeline = (*PIPELINE[:4], Pass(planted, "planted"), *PIPELINE[4:])
+    pipeline = (*PIPELINE[:5], Pass(planted, "planted"), *PIPELINE[5:])
     options = {"stage": 1, "lowering": "eager", "dump": str(tmp_path), **options}
     with mock.patch.object(rewrite, "PIPELINE", pipeline):
         torch.compile(step, backend="zero", options=options)(torch.ones(2, 4))
@@ -69,14 +69,15 @@ def test_what_validation_rejects_is_dumped_and_its_file_named(tmp_path, capsys):
     assert names == [
         "00_captured.py",
         "01_normalize.py",
-        "02_recompute.py",
-        "03_data_parallel.py",
-        "04_planted.py",
+        "02_chunk_loss.py",
+        "03_recompute.py",
+        "04_data_parallel.py",
+        "05_planted.py",
     ]
     assert f"please report it with {folder / names[-1]} and the program before it" in str(
         told.value
     )
-    assert (folder / "04_planted.trace.json").exists()
+    assert (folder / "05_planted.trace.json").exists()
     assert command_line.main(["diff", str(folder), "data_parallel", "planted"]) == 0
     assert "+    mul_tensor: " in capsys.readouterr().out
 
@@ -100,13 +101,13 @@ def test_what_breaks_a_rule_is_dumped_under_another_name(
     with pytest.raises(error, match=said) as told:
         train(tmp_path, planted, validate=validate)
     folder, names = programs(tmp_path)
-    assert names[-2:] == ["03_data_parallel.py", "04_planted.rejected.py"]
+    assert names[-2:] == ["04_data_parallel.py", "05_planted.rejected.py"]
     assert told.value.__notes__[:2] == [
         "in pass 'planted' of zerofx",
         f"what it has left is in {folder / names[-1]}",
     ]
     program = read(folder / names[-1])
-    assert program.title == "04 planted"
+    assert program.title == "05 planted"
     assert said in program.text.splitlines()[2]
     assert command_line.main(["diff", str(folder), "3", "planted"]) == 0
     assert changed in capsys.readouterr().out

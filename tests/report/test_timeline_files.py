@@ -47,15 +47,17 @@ def test_every_program_has_a_trace(dumped):
     assert names(folder) == [
         "00_captured.trace.json",
         "01_normalize.trace.json",
-        "02_data_parallel.trace.json",
-        "03_shard_optimizer.trace.json",
+        "02_chunk_loss.trace.json",
+        "03_data_parallel.trace.json",
+        "04_shard_optimizer.trace.json",
     ]
     titles = [read(folder / name)["zerofx"]["title"] for name in names(folder)]
     assert titles == [
         "step0_0: 00_captured, rank 0 of 2",
         "step0_0: 01_normalize, rank 0 of 2",
-        "step0_0: 02_data_parallel, rank 0 of 2",
-        "step0_0: 03_shard_optimizer, rank 0 of 2",
+        "step0_0: 02_chunk_loss, rank 0 of 2",
+        "step0_0: 03_data_parallel, rank 0 of 2",
+        "step0_0: 04_shard_optimizer, rank 0 of 2",
     ]
 
 

@@ -232,5 +232,191 @@ def test_one_rank_alone_may_stop():
 
 
 def test_what_no_backend_of_ours_has_compiled_is_refused():
-    with pytest.raises(StepError, match="has not been called"):
+    with pytest.raises(StepError, match="not a step of this backend"):
         zerofx.no_data(print)
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+def test_of_two_steps_from_one_function_it_is_the_right_one(ranks):  # noqa: F811
+    assert ranks(2).run(step_two_models) == [(True, True)] * 2
+
+
+def step_two_models():
+    """Rank 1 has no data for the first of two models whose steps are one function's."""
+    torch.manual_seed(0)
+    models = [nn.Linear(WIDTH, 1) for _ in range(2)]
+
+    def make(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def step(x):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+        return torch.compile(
+            step, backend="zero", options={"lowering": "eager", "uneven": True, "stage": 0}
+        )
+
+    steps = list(map(make, models))
+    x = torch.ones(2, WIDTH)
+    for step in steps:
+        step(x)
+    before = [model.bias.detach().clone() for model in models]
+    if dist.get_rank() == 0:
+        steps[0](x)
+    else:
+        assert zerofx.no_data(steps[0]) == 1
+    moved = [(one - model.bias.detach()).item() for one, model in zip(before, models, strict=True)]
+    return moved[0] == pytest.approx(0.5), moved[1] == 0
+
+
+def end_with_delayed_updates(last: bool):
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    options = {"lowering": "eager", "offload": ["optimizer"], "delayed_update": True}
+    step = torch.compile(step, backend="zero", options={**options, "loss": "global"})
+    for number in range(2):
+        step(torch.ones(2, WIDTH) + number)
+    if last:
+        assert zerofx.no_data(step) == 0
+    with zerofx.full_params(model):
+        return model.weight.detach().clone()
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+def test_the_end_keeps_delayed_updates(ranks):  # noqa: F811
+    (expected, *_), (found, *_) = (ranks(2).run(end_with_delayed_updates, e) for e in (False, True))
+    assert torch.equal(found, expected)
+
+
+def train_with_a_rate(gives: bool):
+    """The rate is an argument, and smaller in the call in which rank 1 has no data."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step(x, scale):
+        optimizer.zero_grad()
+        (model(x).mean() * scale).backward()
+        optimizer.step()
+
+    options = {"lowering": "eager", "loss": "global", "stage": 0}
+    step = torch.compile(step, backend="zero", options=options)
+    x = torch.ones(2, WIDTH)
+    if not gives:
+        step(x, torch.tensor(1.0))
+    before = model.bias.detach().clone()
+    if dist.get_rank() == 0:
+        step(x, torch.tensor(0.25))
+    else:
+        assert zerofx.no_data(step, x, torch.tensor(0.25)) == 1
+    return (before - model.bias.detach()).item()
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.parametrize("is_first", (False, True))
+def test_it_may_be_given_arguments_even_before_the_first_call(ranks, is_first):  # noqa: F811
+    assert ranks(2).run(train_with_a_rate, is_first) == pytest.approx([0.25, 0.25])
+
+
+def take_arguments_apart():
+    """Containers that the step, or its caller, empties; and a call that fails before."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step(batch, parts):
+        optimizer.zero_grad()
+        (model(batch.pop("x")).mean() + model(parts[0]).mean()).backward()
+        optimizer.step()
+
+    options = {"lowering": "eager", "uneven": True, "stage": 0}
+    step = torch.compile(step, backend="zero", options=options)
+    x = torch.ones(2, WIDTH)
+    for _ in range(2):
+        parts = [x]
+        step({"x": x}, parts)
+        parts.clear()
+    if dist.get_rank() == 0:
+        step({"x": x}, [x])
+        step({"x": x}, [x])
+    else:
+        with pytest.raises(Exception, match="same reduction dim|cannot be multiplied"):
+            step({"x": torch.ones(2, WIDTH + 1)}, [x])
+        assert zerofx.no_data(step) == 1
+        assert zerofx.no_data(step) == 1
+    return model.bias.item()
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+def test_what_the_last_call_had_is_kept_as_it_was_given(ranks):  # noqa: F811
+    one, other = ranks(2).run(take_arguments_apart)
+    assert one == other
+
+
+def test_an_evaluation_is_refused():
+    model = nn.Linear(2, 2)
+
+    @torch.no_grad()
+    def evaluate(x):
+        return model(x).sum()
+
+    options = {"lowering": "eager", "uneven": True, "stage": 0}
+    evaluate = torch.compile(evaluate, backend="zero", options=options)
+    evaluate(torch.ones(1, 2))
+    with pytest.raises(StepError, match="has no backward"):
+        zerofx.no_data(evaluate)
+
+
+def accumulating(x, n):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def accumulate(x, n):
+        (model(x).sum() / zerofx.local_count(n)).backward()
+
+    def update():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    options = {"lowering": "eager", "loss": "global", "stage": 0}
+    compiled = [torch.compile(f, backend="zero", options=options) for f in (accumulate, update)]
+    compiled[0](x, n)
+    compiled[1]()
+    return compiled
+
+
+@pytest.mark.parametrize("n", (2, torch.tensor(2.0)))
+def test_a_count_of_several_calls_cannot_be_partly_without_data(n):
+    accumulate, update = accumulating(torch.ones(1, 2), n)
+    with pytest.raises(StepError, match="zerofx.global_count"):
+        zerofx.no_data(accumulate)
+    accumulate(torch.ones(1, 2), n)
+    with pytest.raises(StepError, match="an update alone as it is"):
+        zerofx.no_data(update)
+
+
+def test_modules_that_are_compiled_in_place_are_found():
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Linear(2, 1)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+        def forward(self, x):
+            self.optimizer.zero_grad()
+            self.model(x).sum().backward()
+            self.optimizer.step()
+
+    step = Step()
+    step.compile(backend="zero", options={"lowering": "eager", "uneven": True})
+    step(torch.ones(1, 2))
+    assert zerofx.no_data(step) == 0

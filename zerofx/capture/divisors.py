@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,14 +21,26 @@ from zerofx.ir.reach import reached
 from zerofx.ir.source import source_line
 
 
-def mark_losses(gm: fx.GraphModule) -> None:
+def backward_to(graph: fx.Graph, parameters: Collection[fx.Node]) -> list[fx.Node]:
+    """The calls of backward that make gradients of these, to be used as they are."""
+    found = []
+    for node in graph.nodes:
+        if not is_backward_call(node) or argument(node, 4, "create_graph"):
+            continue
+        wanted = node.args[1] if len(node.args) > 1 else node.kwargs["inputs"]
+        wanted = wanted if isinstance(wanted, (tuple, list)) else [wanted]
+        if any(map(parameters.__contains__, wanted)):
+            found.append(node)
+    return found
+
+
+def mark_losses(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
     """Mark every loss that backward starts from, and all divisors that it may depend on.
 
     Raises: StepError for a loss that is not one number.
     """
     graph = gm.graph
-    calls = [node for node in graph.nodes if is_backward_call(node)]
-    calls = [call for call in calls if not argument(call, 4, "create_graph")]
+    calls = backward_to(graph, parameters)
     roots = [_loss_of(call) for call in calls]
     wanted = set(reached(roots, lambda node: node.all_input_nodes))
     for node in list(graph.nodes):
@@ -42,12 +54,10 @@ def mark_losses(gm: fx.GraphModule) -> None:
         call.args = ([marker] if isinstance(call.args[0], list) else marker, *call.args[1:])
 
 
-def weigh_losses(gm: fx.GraphModule) -> None:
-    """Have every gradient be zero that a rank computes without data: ``loss * has_data``."""
+def weigh_losses(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
+    """Have gradients of these be zero that a rank computes without data: ``loss * has_data``."""
     graph = gm.graph
-    for call in [node for node in graph.nodes if is_backward_call(node)]:
-        if argument(call, 4, "create_graph"):
-            continue
+    for call in backward_to(graph, parameters):
         several = isinstance(call.args[0], (list, tuple))
         weighed = []
         for loss in call.args[0] if several else [call.args[0]]:

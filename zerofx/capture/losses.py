@@ -66,7 +66,8 @@ def spread_losses(gm: fx.GraphModule) -> None:
         if root is not None and samples.of(count).kind == Kind.COUNT:
             found[root].append(count)
     if found:
-        _check_calls(graph, [count for counts in found.values() for count in counts])
+        assert data is not None, "a loss asks for it"
+        _check_calls(graph, [count for counts in found.values() for count in counts], data)
     leaves = [leaf for counts in found.values() for c in counts for leaf in _leaves(samples, c)]
     numbers = map(_number_of, leaves)
     early = [number for number in numbers if is_of_batch(number)]
@@ -184,8 +185,18 @@ _READS_NO_VALUES = (
 )
 
 
-def _check_calls(graph: fx.Graph, counts: list[fx.Node]) -> None:
-    """Refuse counts of one call where the gradients of several are added up."""
+PARTLY_WITHOUT = (
+    "gradients of several calls are added up, and zerofx.local_count says what this rank has in "
+    "all of them. Divide by zerofx.global_count, of what all ranks have, or loop over the "
+    "micro-batches inside of the step."
+)
+
+
+def _check_calls(graph: fx.Graph, counts: list[fx.Node], data: Data) -> None:
+    """Refuse counts of one call where the gradients of several are added up.
+
+    What counts in all of them cannot be right on a rank that lacks data in some.
+    """
     updates = any(node.target is ops.optimizer_step for node in graph.nodes)
     added = any(
         user.target not in _READS_NO_VALUES
@@ -201,6 +212,8 @@ def _check_calls(graph: fx.Graph, counts: list[fx.Node]) -> None:
             "divide a sum by zerofx.local_count(n), of all that this rank's calls have between two "
             f"updates.\n  at {source_line(own[0])}"
         )
+    if (added or not updates) and any(count.args[1] == "local" for count in counts):
+        data.mine.args = (*data.mine.args, PARTLY_WITHOUT)
 
 
 def _alike(found: dict[fx.Node, list[fx.Node]]) -> Iterable[list[fx.Node]]:
@@ -240,7 +253,7 @@ def _spread(
             f"{REMEDY}.\n  at {source_line(counts[0])}"
         )
     after = max(_number_of(leaf) for each in leaves for leaf in each)
-    after = max([after, *placeholders(builder.graph)])
+    after = max([after, data.weight])
     substitutes: dict[fx.Node, fx.Node] = {}
     with builder.before(after.next, **origin) as call:
         for same in zip(*leaves, strict=True):

@@ -99,11 +99,11 @@ class StepCapture:
         self.num_backwards = sum(is_backward_call(node) for node in gm.graph.nodes)
         check_step(self)
         if loss == "global":
-            mark_losses(gm)
+            mark_losses(gm, self.index_of_input)
         else:
             without_marks(gm)
         if loss == "global" or uneven:
-            weigh_losses(gm)
+            weigh_losses(gm, self.index_of_input)
         self._mark_gradients()
         self.gradient_outputs = self._find_gradient_outputs()
         _detach_outputs(gm)

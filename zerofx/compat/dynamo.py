@@ -71,6 +71,18 @@ def arguments_of_call() -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     return None
 
 
+def compiled_callable(function: Any) -> Any:
+    """Return what ``torch.compile`` has made of a function or a module; None if nothing.
+
+    Of a module that was compiled in place (``module.compile()``), what its calls go to.
+    """
+    if isinstance(function, torch._dynamo.eval_frame.OptimizedModule):
+        return function
+    if isinstance(function, torch.nn.Module):
+        return getattr(function, "_compiled_call_impl", None)
+    return function if hasattr(function, "_torchdynamo_orig_callable") else None
+
+
 def recompile_limit() -> int:
     """Return the most programs that torch compiles of one function, outside our tracing."""
     return torch._dynamo.config.recompile_limit

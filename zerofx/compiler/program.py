@@ -210,13 +210,16 @@ class Program:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         self.function.backend.active.has_run = True  # it may be a call of a function like its own
         if self.runtime is not None:
-            return self._run(self.runtime, inputs)
+            results = self._run(self.runtime, inputs)
+            self.function.called()
+            return results
         # Updates are traced as they will be in later calls.
         with compat.tensors.without_dispatch_modes(), counted(self.seconds, "taking charge"):
             self.runtime = self._make_ready()
         return_freed_memory()
         with counted(self.seconds, "running"):
             results = self._run(self.runtime, inputs)
+        self.function.called()
         return_freed_memory()
         if self.dump and self.dump.folder is not None:
             self.dump.write_file(EXPLANATION, explanation(self, with_seconds=False) + "\n")

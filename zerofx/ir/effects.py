@@ -68,6 +68,17 @@ def written_of_batch(graph: fx.Graph) -> list[int]:
     ]
 
 
+def why_not_without_data(graph: fx.Graph) -> str:
+    """Return why a rank without data cannot go through the program; empty if it can."""
+    flags = graph.find_nodes(op="call_function", target=ops.has_data)
+    if not flags:
+        return (
+            "the step has no backward. Call it on this rank as on the others: an update alone as "
+            "it is, an evaluation with any batch, whose result you drop."
+        )
+    return next(filter(None, (ops.argument(flag, "why_not") for flag in flags)), "")
+
+
 def moved_out(graph: fx.Graph) -> set[int]:
     """The parameters of whose whole value a shard is taken to be moved to the host, once."""
     found: Counter[int] = Counter()

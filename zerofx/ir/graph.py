@@ -147,10 +147,10 @@ def is_backward(node: fx.Node) -> bool:
 def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
     """Nodes whose value may differ between ranks; none if there is only one.
 
-    Batches, buffers and random draws differ; so does all that is computed from them, until a
-    gradient is averaged.  A 0-dim input (a loss scale, a coefficient) is taken to be the same
-    on all ranks, as a Python number is; the size of a batch is not.  What has been reduced along
-    one axis of a mesh still differs along the others.
+    Batches, buffers and random draws differ, and who has data; so does all that is computed from
+    them, until a gradient is averaged.  A 0-dim input (a loss scale, a coefficient) is taken to be
+    the same on all ranks, as a Python number is; the size of a batch is not.  What has been reduced
+    along one axis of a mesh still differs along the others.
     """
     varying: dict[fx.Node, frozenset[str]] = {}
     mesh = recorded(graph).mesh
@@ -168,7 +168,8 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
             elif unreduced:
                 varying[node] = axes_in(unreduced)
             continue
-        along = axes if is_random(node) else frozenset()
+        differs = is_random(node) or node.target is ops.has_data
+        along = axes if differs else frozenset()
         along = along.union(*(varying.get(source, ()) for source in node.all_input_nodes))
         if ops.rules(node).uniform:  # the same on ranks once it has been averaged or gathered
             along -= axes if node.target in _OVER_ALL else axes_in(ops.argument(node, "axis"))

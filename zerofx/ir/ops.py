@@ -115,9 +115,12 @@ def over_ranks(value, reduction):
     return torch.empty_like(value)
 
 
-@define("has_data(ScalarType dtype, Device device) -> Tensor")
-def has_data(dtype, device):
-    """One, 0-dim; zero in a call of a rank that has no batch, and goes through another's again."""
+@define("has_data(ScalarType dtype, Device device, str why_not='') -> Tensor")
+def has_data(dtype, device, why_not=""):
+    """One, 0-dim; zero in a call of a rank that has no batch, and goes through another's again.
+
+    ``why_not`` is why no rank may do so.
+    """
     return torch.empty((), dtype=dtype, device=device)
 
 

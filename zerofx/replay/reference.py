@@ -124,7 +124,7 @@ class Reference:
     def over_ranks(self, value: Tensor, reduction: str) -> Tensor:
         return self._reduced(self.mesh.everywhere, value, reduction)
 
-    def has_data(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def has_data(self, dtype: torch.dtype, device: torch.device, why_not: str = "") -> Tensor:
         """Part of a batch, on each rank another: what multiplies by it in vain shows."""
         return torch.full((), 1 / (1 + self.mesh.rank), dtype=dtype, device=device)
 

@@ -131,6 +131,7 @@ class StepRuntime:
         self.written_of_batch = (
             effects.written_of_batch(graph) if self.options.may_lack_data else []
         )
+        self.why_not_without_data = effects.why_not_without_data(graph)
         self.changed_gradients = effects.changed_gradients(graph)
         self.changed_by_user = effects.shards_changed_by_user(graph)
         self.written = effects.shards_written(graph)
@@ -219,6 +220,7 @@ class StepRuntime:
             bound.state is State.RETIRED for bound in self.bound
         ):  # unsharded since: take charge again
             self.bind({})
+        self.turns.check(self.why_not_without_data)
         self.host_updates.begin_call(self.bound, self._live_optimizers())
         values = list(inputs)
         inputs.clear()
@@ -301,6 +303,7 @@ class StepRuntime:
         with torch.no_grad():
             results = list(self.program(*values))
         self._finish()
+        self.host_updates.finish()
         return results
 
     def _finish(self) -> None:
@@ -308,10 +311,12 @@ class StepRuntime:
         self.steps.finish()
         if self.files is not None:
             self.files.tier.finish()
-        self.host_updates.finish()
 
     def _end_under_way(self) -> None:
-        """Complete what has been started of a call that ends, on all ranks at the same place."""
+        """Complete what has been started of a call that ends, on all ranks at the same place.
+
+        What the call before has left to do is left: this one has stored nothing.
+        """
         self.communicator.complete()
         if self.moves:
             self.copies.abandon()

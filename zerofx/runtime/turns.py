@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from zerofx.errors import StepError
+
 
 class NoDataAnywhere(BaseException):  # noqa: N818 - no error, and nobody's handler is to take it
     """No rank has data: the call ends, and nothing has changed."""
@@ -34,7 +36,12 @@ class Turns:
         for flag in self._flags.values():
             flag.fill_(float(with_data))
 
-    def has_data(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def check(self, why_not: str) -> None:
+        """Raise StepError where a rank has no data for a program that cannot do without."""
+        if why_not and not self._with_data:
+            raise StepError(f"zerofx.no_data: {why_not}")
+
+    def has_data(self, dtype: torch.dtype, device: torch.device, why_not: str = "") -> torch.Tensor:
         if (dtype, device) not in self._flags:
             flag = torch.full((), float(self._with_data), dtype=dtype, device=device)
             self._flags[dtype, device] = flag
