@@ -60,10 +60,8 @@ def chunk_loss(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     wanted = ctx.options.chunk_loss
     found = chunks = saved = 0
     why_not = ["no matrix product makes more of each token than it has"]
-    numbers = {head: _number_of_chunks(head, ctx) for head in _heads(gm.graph)}
-    if max(numbers.values(), default=1) > 1:
-        _forget_losses(gm)
-    for head, number in numbers.items():
+    for head in _heads(gm.graph):
+        number = _number_of_chunks(head, ctx)
         if not head.users or number < 2:
             continue  # part of another one's region, or not worth it
         try:
@@ -81,19 +79,6 @@ def chunk_loss(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 
 class NotChunkedError(Exception):
     """A head is computed whole: says why."""
-
-
-def _forget_losses(gm: fx.GraphModule) -> None:
-    """``ones_like(loss)`` -> ``full([], 1.0)``: what backward starts from reads no loss."""
-    builder = Builder(gm, "chunk_loss")
-    for node in gm.graph.find_nodes(op="call_function", target=aten.ones_like.default):
-        value = node.meta["val"]
-        if value.dim():
-            continue
-        with builder.before(node, role=Role.CHUNK) as call:
-            one = call(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
-        node.replace_all_uses_with(one)
-        gm.graph.erase_node(node)
 
 
 def _heads(graph: fx.Graph) -> list[fx.Node]:
@@ -189,11 +174,12 @@ class Region:
         return value.numel() * value.dtype.itemsize
 
     @property
-    def outside(self) -> dict[fx.Node, None]:
-        """What it reads that is computed elsewhere."""
+    def needed(self) -> list[fx.Node]:
+        """What is computed elsewhere that it reads, and all of which that is computed."""
         steps = [*self.steps.values(), *self.ends.values()]
         read = dict.fromkeys(one for step in steps for one in step.operands)
-        return {one: None for one in read if one not in self.steps and one not in self.totals}
+        outside = [one for one in read if one not in self.steps and one not in self.totals]
+        return list(reached(outside, lambda n: [] if _is_start(n) else n.all_input_nodes))
 
     @staticmethod
     def of(graph: fx.Graph, head: fx.Node) -> Region:
@@ -239,12 +225,24 @@ class Region:
         if len(are_few) > 1:
             raise NotByTokensError("all tokens meet some of them")
         if are_few == {True}:
-            step = step_of(node, known, self.tokens)
+            step = self._checked(step_of(node, known, self.tokens), self.tokens)
             self.few.add(node)
             return step
+        step = self._checked(step_of(node, known, self.all_tokens), self.all_tokens)
         if not self.zeros.isdisjoint(read) and _keeps_zeros(node, self.zeros, known):
             self.zeros.add(node)
-        return step_of(node, known, self.all_tokens)
+        return step
+
+    @staticmethod
+    def _checked(step: Step, tokens: int) -> Step:
+        """A step whose operands have so many tokens.  Raises: NotByTokensError."""
+        for operand, rows in step.operands.items():
+            value = operand.meta["val"]
+            if rows is WHOLE or not isinstance(value, torch.Tensor):
+                continue
+            if math.prod(rows.of(value.shape)) != tokens:
+                raise NotByTokensError("an operand has other tokens")
+        return step
 
     def _cut(self, node: fx.Node, known: dict[fx.Node, Rows]) -> Step | None:
         """What takes a range of tokens, or puts it back among zeros; None if it does neither."""
@@ -271,7 +269,8 @@ class Region:
         if node.op != "call_function" or not self._is_large(node):
             return
         try:
-            step = step_of(node, {}, self.tokens if is_few else self.all_tokens, rows)
+            tokens = self.tokens if is_few else self.all_tokens
+            step = self._checked(step_of(node, {}, tokens, rows), tokens)
         except NotByTokensError:
             return
         if is_few:
@@ -306,18 +305,18 @@ class Region:
                     raise NotChunkedError(f"{node.name} has tokens that the loss has not")
         depends = {*self.steps, *self.ends}
         for node in self.head.graph.nodes:
-            if node in self.totals or node in depends:
+            if node in self.totals or node in depends or _is_start(node):
                 continue
             if not depends.isdisjoint(node.all_input_nodes):
                 depends.add(node)
-        for operand in self.outside:
+        for operand in self.needed:
             if operand in depends:
                 raise NotChunkedError(
                     f"{operand.name} depends on all tokens, and is read for each "
                     f"({source_line(operand)})"
                 )
-            late = [n for n in reached([operand], lambda n: n.all_input_nodes) if n > self.head]
-            if any(is_random(n) or mutated_inputs(n) or ops.acts(n) for n in late):
+            acts = is_random(operand) or mutated_inputs(operand) or ops.acts(operand)
+            if operand > self.head and acts:
                 raise NotChunkedError(f"{operand.name} cannot be computed before it")
 
 
@@ -333,6 +332,11 @@ _LINEAR = frozenset(
     "alias clone detach div expand mm mul neg sum squeeze t _to_copy transpose unsqueeze"
     " _unsafe_view view".split()
 )
+
+
+def _is_start(node: fx.Node) -> bool:
+    """Return whether a node is what backward starts from: a one, which reads no loss."""
+    return node.target is aten.ones_like.default and not node.meta["val"].dim()
 
 
 def _is_total_weight(node: fx.Node) -> bool:
@@ -386,9 +390,16 @@ class _Chunked:
     def _hoist(self) -> None:
         """Have all operands in front of the head; what is late of them reads no token's loss."""
         head = self.region.head
-        needed = reached(list(self.region.outside), lambda node: node.all_input_nodes)
-        for node in sorted(node for node in needed if node > head):
-            head.prepend(node)
+        for node in sorted(node for node in self.region.needed if node > head):
+            if _is_start(node):
+                # Of the batch still, which ranks have another of: so that all plan alike.
+                value, call = node.meta["val"], self._caller(node)
+                options = {"dtype": value.dtype, "device": value.device}
+                one = call(aten.new_full.default, head.args[-2], [], 1.0, **options)
+                self.wholes[node] = one
+                node.replace_all_uses_with(one, lambda user: user not in self.region.steps)
+            else:
+                head.prepend(node)
 
     def _weigh(self) -> None:
         """Count what the targets of a mean weigh, and divide what backward starts from by it."""
@@ -410,7 +421,8 @@ class _Chunked:
         for node in self.region.steps:
             if node.target is aten.nll_loss_backward.default and node.args[4] == MEAN:
                 gradient, call = node.args[0], self._caller(node)
-                mean = call(aten.div.Tensor, gradient, self.wholes[node.args[6]])
+                start = self.wholes.get(gradient, gradient)
+                mean = call(aten.div.Tensor, start, self.wholes[node.args[6]])
                 self.own[node, gradient] = mean
 
     def _emit_chunk(self, nodes: Sequence[fx.Node], at: int, tokens: slice) -> None:

@@ -71,6 +71,8 @@ def step_of(node: fx.Node, known: Known, tokens: int, wanted: Rows | None = None
 
     Raises: NotByTokensError.
     """
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        raise NotByTokensError(f"{_name(node)} draws random numbers")
     rule = _RULES.get(node.target) or _RULES.get(getattr(node.target, "overloadpacket", None))
     if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         rule = _pointwise
