@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.aliases import mutated_inputs
 from zerofx.ir.graph import Builder, erase_unused, is_backward, is_random
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role
-from zerofx.ir.sizes import is_symbolic
+from zerofx.ir.sizes import hinted_bytes, is_symbolic
 from zerofx.ir.source import source_line
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.loss.rows import (
@@ -74,6 +75,8 @@ def chunk_loss(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         found, chunks = found + 1, chunks + number
     if wanted and not found:
         logger.warning("chunk_loss=%d: no loss is computed in chunks: %s.", wanted, why_not[-1])
+    elif not found and len(why_not) > 1:
+        logger.info("the loss is computed in one, for %s.", why_not[-1])
     return {"losses": found, "chunks": chunks, "bytes of logits less": saved}
 
 
@@ -89,21 +92,20 @@ def _heads(graph: fx.Graph) -> list[fx.Node]:
         if node.op == "call_function"
         and node.target in (aten.mm.default, aten.addmm.default)
         and not is_backward(node)
-        and not is_symbolic(node.meta["val"])
-        and node.meta["val"].numel() > node.args[-2].meta["val"].numel()
+        and hinted_bytes(node) > hinted_bytes(node.args[-2])
     ]
-    most = max((node.meta["val"].numel() for node in products), default=0)
-    return [node for node in products if 2 * node.meta["val"].numel() >= most]
+    most = max(map(hinted_bytes, products), default=0)
+    return [node for node in products if 2 * hinted_bytes(node) >= most]
 
 
 def _number_of_chunks(head: fx.Node, ctx: PassContext) -> int:
     """Return the number of chunks: what is wanted, or what saves more than a bucket."""
-    wanted, tokens = ctx.options.chunk_loss, shape_of(head)[0]
+    wanted = ctx.options.chunk_loss
+    tokens, width = map(compat.aot.size_hint, shape_of(head.args[-2]))
     if wanted is not None and wanted > 1:
         return min(wanted, tokens)
-    width, value = shape_of(head.args[-2])[1], head.meta["val"]
     number = math.ceil(tokens / min(MOST, max(FEWEST, width // 2)))
-    nbytes = value.numel() * value.dtype.itemsize
+    nbytes = hinted_bytes(head)
     saves = 2 * (nbytes - nbytes // number)  # of what it makes, and its gradient
     return number if wanted or saves > min(ctx.bucket_bytes, LEAST_BYTES) else 1
 
@@ -188,6 +190,11 @@ class Region:
         Raises: NotChunkedError.
         """
         tokens = shape_of(head)[0]
+        if is_symbolic(head.meta["val"]):
+            raise NotChunkedError(
+                "the number of tokens varies from call to call (torch.compile(..., dynamic=False) "
+                "has a program for each)"
+            )
         if tokens < 2:
             raise NotChunkedError("there is one token")
         region = Region(head, {head: step_of(head, {}, tokens, Rows(0, 1))})
@@ -295,8 +302,7 @@ class Region:
                 raise NotChunkedError("the step returns what has tokens x vocabulary elements")
             else:
                 why = why_not.get(others[0], "it is no part of the loss")
-                line = source_line(others[0])
-                raise NotChunkedError(f"{why} ({others[0].name}{line and f', {line}'})")
+                raise NotChunkedError(_words(why, others[0]))
         if not self.ends:
             raise NotChunkedError("nothing sums over its tokens")
         if self.cut is not None:
@@ -311,10 +317,11 @@ class Region:
                 depends.add(node)
         for operand in self.needed:
             if operand in depends:
-                raise NotChunkedError(
-                    f"{operand.name} depends on all tokens, and is read for each "
-                    f"({source_line(operand)})"
-                )
+                way = reached([operand], lambda n: n.all_input_nodes if n in depends else [])
+                unknown = next((node for node in way if node in why_not), None)
+                if unknown is not None:
+                    raise NotChunkedError(_words(why_not[unknown], unknown))
+                raise NotChunkedError(_words("a token's gradient depends on all tokens", operand))
             acts = is_random(operand) or mutated_inputs(operand) or ops.acts(operand)
             if operand > self.head and acts:
                 raise NotChunkedError(f"{operand.name} cannot be computed before it")
@@ -332,6 +339,10 @@ _LINEAR = frozenset(
     "alias clone detach div expand mm mul neg sum squeeze t _to_copy transpose unsqueeze"
     " _unsafe_view view".split()
 )
+
+
+def _words(why: str, node: fx.Node) -> str:
+    return f"{why} ({node.name}, {source_line(node) or 'of no line'})"
 
 
 def _is_start(node: fx.Node) -> bool:

@@ -161,6 +161,22 @@ def _pointwise(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) ->
     return Step(operands, rows, _again(node))
 
 
+def _elements_loss(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
+    """A loss of each element, or of all the sum or mean."""
+    *given, reduction = (*node.args, *(None, None, MEAN)[len(node.args) - 2 :])
+    if reduction == NONE:
+        return _pointwise(node, known, tokens, wanted)
+    first = next(one for one in node.all_input_nodes if one in known)
+    rows, shape = known[first], shape_of(first)
+    operands = {one: _operand(one, known, rows, shape) for one in node.all_input_nodes}
+
+    def emit(call, of, size):
+        return call(node.target, *fx.node.map_arg(given, of), SUM)
+
+    divided_by = math.prod(shape) if reduction == MEAN else 1
+    return Step(operands, None, emit, adds_up=True, divided_by=divided_by)
+
+
 def _same(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
     """What looks at a value, copies it, or makes one like it."""
     (source,) = node.all_input_nodes
@@ -261,22 +277,22 @@ def _along(position: int):
 
 def _reduction(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
     """A reduction behind the tokens, or a sum or mean over all of them."""
-    source = node.args[0]
+    source, at = node.args[0], 2 if node.target is aten.linalg_vector_norm.default else 1
     if source not in known:
         raise NotByTokensError("none of its operands has tokens")
     rows, shape = known[source], shape_of(source)
     number = len(shape)
-    dims = node.args[1] if len(node.args) > 1 else None
+    dims = _at(node, at, None)
     wanted_dims = range(number) if dims in (None, []) else [dims] if isinstance(dims, int) else dims
     found = sorted({dim % number for dim in wanted_dims})
     of_tokens = list(range(rows.lead, number - rows.trail))
-    keepdim = len(node.args) > 2 and bool(node.args[2])
+    keepdim = bool(_at(node, at + 1, node.kwargs.get("keepdim")))
     if not set(of_tokens) & set(found):
         behind = _behind(source, rows, found)
         single = isinstance(dims, int)
         after = Rows(rows.lead, rows.trail - (0 if keepdim else len(behind)))
         changed = behind[0] if single else behind
-        return Step({source: rows}, after, _again(node, _1=changed))
+        return Step({source: rows}, after, _again(node, **{f"_{at}": changed}))
     name = _name(node)
     if rows.lead or not set(of_tokens) <= set(found) or name not in ("sum", "mean"):
         raise NotByTokensError("it looks along some tokens")
@@ -355,7 +371,8 @@ def _part_of_result(node: fx.Node, known: Known, tokens: int, wanted: Rows | Non
         if source.args[3] == NONE:
             return Step({source: Rows(0, 0)}, Rows(0, 0), emit)
         return Step({source: Rows(0, 0)}, None, emit, adds_up=True)
-    raise NotByTokensError("one of several results is taken")
+    rows = known[source]
+    return Step({source: rows}, rows, lambda call, of, size: call(node.target, of(source), index))
 
 
 def _nll_loss_backward(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
@@ -392,6 +409,7 @@ _RULES: dict[Any, Callable[[fx.Node, Known, int, Rows | None], Step]] = {
         (aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze), _view
     ),
     aten.expand: _expand,
+    aten.binary_cross_entropy_with_logits: _elements_loss,
     **dict.fromkeys((aten.t, aten.transpose), _transpose),
     **dict.fromkeys((aten.mm, aten.addmm), _product),
     **dict.fromkeys(
@@ -409,6 +427,10 @@ _RULES: dict[Any, Callable[[fx.Node, Known, int, Rows | None], Step]] = {
             aten.argmin,
             aten.any,
             aten.all,
+            aten.max,
+            aten.min,
+            aten.var,
+            aten.linalg_vector_norm,
         ),
         _reduction,
     ),

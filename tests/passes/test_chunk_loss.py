@@ -79,6 +79,16 @@ FORMS = {
         logits[..., :20].reshape(-1, 20), y.view(-1) % 20
     ),
     "focal": focal,
+    "binary": lambda logits, y, mask: F.binary_cross_entropy_with_logits(
+        logits, F.one_hot(y, CLASSES).float()
+    ),
+    "binary of each": lambda logits, y, mask: (
+        F.binary_cross_entropy_with_logits(
+            logits, torch.sigmoid(logits.detach()), reduction="none"
+        ).mean(-1)
+        * mask
+    ).mean(),
+    "variance": lambda logits, y, mask: flat(logits, y) + 0.1 * logits.var(-1).mean(),
     "gathered": gathered,
     "distilled": distilled,
 }
@@ -251,7 +261,7 @@ def mixed(logits, y):
 REFUSED = {
     transposed: r"it puts tokens behind something else.*flatten\(0, 1\)",
     returned: "the step returns what has tokens x vocabulary elements",
-    root: "depends on all tokens, and is read for each",
+    root: "a token's gradient depends on all tokens",
     dropped: "(bernoulli|dropout).*(draws random|is not known)",
     mixed: "cumsum is not known to compute each token by itself",
 }
@@ -276,6 +286,14 @@ def test_a_model_without_a_head_is_told_so(caplog):
         optimizer.step()
 
     assert "no matrix product makes more" in refusal(step, caplog, torch.randn(4, 6))
+
+
+def test_numbers_of_tokens_that_vary_are_told_so(caplog):
+    x, y = (torch.randint(CLASSES, (BATCH, LENGTH)) for _ in range(2))
+    for tensor in (x, y):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    message = refusal(trained(lambda logits, y: flat(logits, y)), caplog, x, y)
+    assert "the number of tokens varies from call to call" in message
 
 
 def test_values_of_single_tokens_may_be_read_by_others():
