@@ -163,7 +163,8 @@ def _pointwise(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) ->
 
 def _elements_loss(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
     """A loss of each element, or of all the sum or mean."""
-    *given, reduction = (*node.args, *(None, None, MEAN)[len(node.args) - 2 :])
+    values = [*node.args, *(None, None, MEAN)[len(node.args) - 2 :]]
+    given, reduction = values[:4], values[4]
     if reduction == NONE:
         return _pointwise(node, known, tokens, wanted)
     first = next(one for one in node.all_input_nodes if one in known)
