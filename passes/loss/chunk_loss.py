@@ -51,7 +51,7 @@ def chunk_loss(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     After::
 
         h_0 = h[:n];  logits_0 = mm(h_0, w);  loss_0 = sum(f(logits_0));  grad_0 = df(logits_0)
-        dh_0 = mm(grad_0, w.t());  dw_0 = mm(grad_0.t(), h_0);  h_1 = h[n:];  ...
+        dh_0 = mm(grad_0, w.t());  dw_0 = addmm_(empty, grad_0.t(), h_0, beta=0);  h_1 = h[n:];  ...
         loss = loss_0 + loss_1;  dh = cat(dh_0, dh_1);  dw = addmm_(dw_0, grad_1.t(), h_1)
 
     Everything between the product and what leaves has to compute each token by itself, and nothing
@@ -380,7 +380,9 @@ class _Chunked:
         self._hoist()
         self._weigh()
         size = math.ceil(region.tokens / self.number)
-        everything = sorted([*region.steps, *region.ends])
+        # A region ends where a sum is added to: the last of a chunk, so that its gradient can go.
+        sums = {node for node, step in region.ends.items() if step.adds_up and _adds_in_place(node)}
+        everything = sorted([*region.steps, *region.ends], key=lambda n: (n in sums, n))
         for at, begin in enumerate(range(0, region.tokens, size)):
             self._emit_chunk(everything, at, slice(begin, min(begin + size, region.tokens)))
         self._finish()
@@ -446,9 +448,8 @@ class _Chunked:
                 return self._operand(operand, step.operands[operand], node, at, tokens)
 
             call = self._caller(node, f"{node.name}_chunk{at}")
-            if step.adds_up and _adds_in_place(node) and node in self.sums:
-                one, other = map(of, node.args)
-                self.sums[node] = call(aten.addmm_.default, self.sums[node], one, other)
+            if step.adds_up and _adds_in_place(node):
+                self._add_in_place(node, call, *map(of, node.args))
                 continue
             value = step.emit(call, of, size)
             if step.adds_up:
@@ -497,6 +498,19 @@ class _Chunked:
             options = {"memory_format": torch.contiguous_format}
             operand = call(aten.clone.default, operand, **options)
         return call(aten.view.default, operand, shape)
+
+    def _add_in_place(
+        self, node: fx.Node, call: Callable[..., fx.Node], one: fx.Node, other: fx.Node
+    ) -> None:
+        """Add the chunk's product to those before; what the first is written to is not read."""
+        value, is_first = node.meta["val"], node not in self.sums
+        if is_first:
+            options = {"dtype": value.dtype, "device": value.device}
+            self.sums[node] = self._caller(node)(
+                aten.empty.memory_format, list(value.shape), **options
+            )
+        begin = {"beta": 0} if is_first else {}
+        self.sums[node] = call(aten.addmm_.default, self.sums[node], one, other, **begin)
 
     def _add(self, node: fx.Node, step: Step, value: fx.Node) -> None:
         call = self._caller(node)

@@ -165,7 +165,8 @@ def test_gradients_of_narrow_weights_are_summed_in_float32():
 
 def test_sums_of_weights_have_the_memory_of_the_first():
     after = in_chunks(language_step("mean"))
-    assert len(nodes_of(after, aten.addmm_.default)) == 2
+    assert len(nodes_of(after, aten.addmm_.default)) == 3
+    assert len(nodes_of(after, aten.empty.memory_format)) == 1
 
 
 def test_chunks_are_part_of_backward():
