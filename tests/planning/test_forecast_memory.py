@@ -49,6 +49,17 @@ class Encoder(nn.Module):
         return self.head(self.layers(self.embedding(tokens)))
 
 
+class Head(nn.Module):
+    """With so many classes that the loss is computed in chunks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(3000, 16), nn.Linear(16, 3000)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
 def narrow(model, *batch):
     with torch.autocast("cpu", torch.bfloat16):
         return squared_loss(model, *batch)
@@ -59,6 +70,7 @@ MODELS = {
     "narrow convolution": (ConvNet, narrow, lambda: images(0, 64)),
     "recurrent": (lambda: Recurrent(nn.GRU), squared_loss, lambda: features(0, 256)),
     "dropout": (Encoder, language_loss, lambda: tokens(0, 16)),
+    "many classes": (Head, language_loss, lambda: tokens(0, 256)),
 }
 
 
