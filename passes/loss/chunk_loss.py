@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import fx
 from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.aliases import mutated_inputs
-from zerofx.ir.graph import Builder, erase_unused, is_backward, is_random
+from zerofx.ir.graph import Builder, erase_unused, is_backward, is_random, updated_by
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role
 from zerofx.ir.sizes import hinted_bytes, is_symbolic
@@ -36,8 +36,8 @@ aten = torch.ops.aten
 FEWEST, MOST = 128, 512
 """Tokens of a chunk, where nobody says how many chunks there are: half the width within these."""
 
-LEAST_BYTES = 1 << 26
-"""The most that is not worth chunks where buckets have no limit."""
+LEAST_BYTES, LARGEST_BYTES = 1 << 20, 1 << 24
+"""What a bucket is taken for at least, and at most: on an accelerator it may have no limit."""
 
 
 def chunk_loss(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -62,16 +62,18 @@ def chunk_loss(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     found = chunks = saved = 0
     why_not = ["no matrix product makes more of each token than it has"]
     for head in _heads(gm.graph):
+        if not head.users:
+            continue  # part of another one's region
         number = _number_of_chunks(head, ctx)
-        if not head.users or number < 2:
-            continue  # part of another one's region, or not worth it
+        if not number:
+            continue
         try:
             region = Region.of(gm.graph, head)
+            _Chunked(gm, ctx, region, number).emit()
         except NotChunkedError as why:
             why_not.append(f"{why}, of {head.name} ({source_line(head)})")
             continue
         saved += region.nbytes - region.nbytes // number
-        _Chunked(gm, ctx, region, number).emit()
         found, chunks = found + 1, chunks + number
     if wanted and not found:
         logger.warning("chunk_loss=%d: no loss is computed in chunks: %s.", wanted, why_not[-1])
@@ -99,15 +101,19 @@ def _heads(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _number_of_chunks(head: fx.Node, ctx: PassContext) -> int:
-    """Return the number of chunks: what is wanted, or what saves more than a bucket."""
+    """Return the number of chunks: what is wanted, or 0 where the least is no more than a bucket.
+
+    Whether there are any does not depend on the tokens, of which ranks may have other numbers: one
+    that has few has one chunk, and communicates alike.
+    """
     wanted = ctx.options.chunk_loss
     tokens, width = map(compat.aot.size_hint, shape_of(head.args[-2]))
     if wanted is not None and wanted > 1:
         return min(wanted, tokens)
-    number = math.ceil(tokens / min(MOST, max(FEWEST, width // 2)))
-    nbytes = hinted_bytes(head)
-    saves = 2 * (nbytes - nbytes // number)  # of what it makes, and its gradient
-    return number if wanted or saves > min(ctx.bucket_bytes, LEAST_BYTES) else 1
+    least = 2 * FEWEST * hinted_bytes(head) // tokens  # what it makes, and its gradient
+    if not wanted and least <= min(max(ctx.bucket_bytes, LEAST_BYTES), LARGEST_BYTES):
+        return 0
+    return math.ceil(tokens / min(MOST, max(FEWEST, width // 2)))
 
 
 @dataclass(frozen=True)
@@ -123,9 +129,11 @@ class Cut:
     def of(shape: Sequence[int], rows: Rows, dim: int, start: Any, stop: Any, step: int) -> Cut:
         """What ``slice`` takes.  Raises: NotByTokensError for other steps than one."""
         at = dim % len(shape) - rows.lead
-        if step != 1:
-            raise NotByTokensError("it takes tokens in steps")
+        if step != 1 or isinstance(start, fx.Node) or isinstance(stop, fx.Node):
+            raise NotByTokensError("it takes tokens in steps, or others in every call")
         begin, end, _ = slice(start, stop).indices(shape[at + rows.lead])
+        if end <= begin:
+            raise NotByTokensError("it takes no tokens")
         return Cut(tuple(rows.of(shape)), at, begin, end)
 
     @property
@@ -236,7 +244,7 @@ class Region:
             self.few.add(node)
             return step
         step = self._checked(step_of(node, known, self.all_tokens), self.all_tokens)
-        if not self.zeros.isdisjoint(read) and _keeps_zeros(node, self.zeros, known):
+        if not self.zeros.isdisjoint(read) and _keeps_zeros(node, self.zeros):
             self.zeros.add(node)
         return step
 
@@ -273,7 +281,7 @@ class Region:
 
     def _pull(self, node: fx.Node, rows: Rows, known: dict[fx.Node, Rows], is_few: bool) -> None:
         """Take a large operand in, if it too is computed token by token: a teacher's logits."""
-        if node.op != "call_function" or not self._is_large(node):
+        if node.op != "call_function" or not self._is_large(node) or self._is_updated(node):
             return
         try:
             tokens = self.tokens if is_few else self.all_tokens
@@ -287,6 +295,15 @@ class Region:
         for operand, its in step.operands.items():
             if its is not WHOLE and operand not in known:
                 self._pull(operand, its, known, is_few)
+
+    def _is_updated(self, node: fx.Node) -> bool:
+        """Return whether something is written to between a node and the head."""
+        between = node.next
+        while between.op != "root" and between < self.head:
+            if updated_by(between) or mutated_inputs(between):
+                return True
+            between = between.next
+        return False
 
     def _check(self, why_not: dict[fx.Node, str]) -> None:
         inside = {*self.steps, *self.ends, *self.totals}
@@ -327,12 +344,12 @@ class Region:
                 raise NotChunkedError(f"{operand.name} cannot be computed before it")
 
 
-def _keeps_zeros(node: fx.Node, zeros: set[fx.Node], known: Mapping[fx.Node, Rows]) -> bool:
+def _keeps_zeros(node: fx.Node, zeros: set[fx.Node]) -> bool:
     """Return whether a node's tokens are zero where those of an operand are, which has zeros."""
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
     if name in _LINEAR or name.endswith(("_backward", "_backward_data")):
         return node.args[0] in zeros or (name in ("mul", "mm") and node.args[1] in zeros)
-    return name in ("add", "sub") and zeros.issuperset(one for one in node.args if one in known)
+    return name in ("add", "sub") and all(map(zeros.__contains__, node.args[:2]))
 
 
 _LINEAR = frozenset(
@@ -376,6 +393,21 @@ class _Chunked:
         self.slices: dict[tuple[fx.Node, Rows, bool], fx.Node] = {}
 
     def emit(self) -> None:
+        """Write it.  Raises: NotChunkedError, and leaves the program as it was."""
+        before = set(self.graph.nodes)
+        try:
+            self._emit()
+        except Exception as error:
+            if not self.region.head.users:
+                raise  # too late
+            # What backward starts from stays: what reads it is in front of the loss now.
+            kept = {*before, *(one for start, one in self.wholes.items() if _is_start(start))}
+            for node in [node for node in reversed(self.graph.nodes) if node not in kept]:
+                self.graph.erase_node(node)
+            logger.warning("chunk_loss: %s. Please report it.", error)
+            raise NotChunkedError(f"it failed: {error}") from error
+
+    def _emit(self) -> None:
         region = self.region
         self._hoist()
         self._weigh()
@@ -420,15 +452,18 @@ class _Chunked:
             if source.target is not aten.nll_loss_forward.default:
                 continue
             _, targets, weight, _, ignored = source.args
-            call = self._caller(source)
+            call, value = self._caller(source), source.args[0].meta["val"]
+            if targets in self.region.steps:  # of each token a loss, for which it is not read
+                options = {"dtype": value.dtype, "device": value.device}
+                self.weights[source] = call(aten.full.default, [], 1.0, **options)
+                continue
             counts = call(aten.ne.Scalar, targets, ignored)
             if isinstance(weight, fx.Node):
                 known = call(aten.where.ScalarOther, counts, targets, 0)
                 known = call(aten.view.default, known, [-1])
                 weights = call(aten.index_select.default, weight, 0, known)
-                counts = call(aten.mul.Tensor, weights, counts)
-            dtype = source.args[0].meta["val"].dtype
-            self.weights[source] = call(aten.sum.default, counts, dtype=dtype)
+                counts = call(aten.where.ScalarOther, counts, weights, 0)
+            self.weights[source] = call(aten.sum.default, counts, dtype=value.dtype)
         for total in self.region.totals:
             self.wholes[total] = self.weights[total.args[0]]
         for node in self.region.steps:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.ir.sizes import is_symbolic
+
 aten = torch.ops.aten
 
 Emit = Callable[[Callable[..., fx.Node], Callable[[Any], Any], int], fx.Node]
@@ -36,6 +38,11 @@ class Rows:
         """The dimensions that count tokens."""
         return shape[self.lead : len(shape) - self.trail]
 
+
+NONE, MEAN, SUM = 0, 1, 2
+"""The reductions of losses."""
+
+NARROW = (torch.float16, torch.bfloat16)
 
 WHOLE = None
 """In the place of ``Rows``: an operand that every chunk reads as it is."""
@@ -73,6 +80,10 @@ def step_of(node: fx.Node, known: Known, tokens: int, wanted: Rows | None = None
     """
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         raise NotByTokensError(f"{_name(node)} draws random numbers")
+    if node.target is aten.view.dtype:
+        raise NotByTokensError("it looks at the bits of numbers")
+    if is_symbolic(node.meta.get("val")):
+        raise NotByTokensError("its size varies from call to call")
     rule = _RULES.get(node.target) or _RULES.get(getattr(node.target, "overloadpacket", None))
     if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         rule = _pointwise
@@ -110,6 +121,8 @@ def _operand(operand: fx.Node, known: Known, rows: Rows, shape: Sequence[int]) -
 
     Raises: NotByTokensError.
     """
+    if not isinstance(operand.meta["val"], torch.Tensor):
+        return WHOLE
     if operand in known:
         if known[operand].trail != rows.trail:
             raise NotByTokensError("tokens meet something else's dimension")
@@ -167,12 +180,15 @@ def _elements_loss(node: fx.Node, known: Known, tokens: int, wanted: Rows | None
     given, reduction = values[:4], values[4]
     if reduction == NONE:
         return _pointwise(node, known, tokens, wanted)
-    first = next(one for one in node.all_input_nodes if one in known)
-    rows, shape = known[first], shape_of(first)
+    source = node.args[0]
+    if source not in known:
+        raise NotByTokensError("none of its operands has tokens")
+    rows, shape = known[source], shape_of(source)
     operands = {one: _operand(one, known, rows, shape) for one in node.all_input_nodes}
 
     def emit(call, of, size):
-        return call(node.target, *fx.node.map_arg(given, of), SUM)
+        each = call(node.target, *fx.node.map_arg(given, of), NONE)
+        return call(aten.sum.default, each, **_wide(each.meta["val"].dtype))
 
     divided_by = math.prod(shape) if reduction == MEAN else 1
     return Step(operands, None, emit, adds_up=True, divided_by=divided_by)
@@ -180,16 +196,30 @@ def _elements_loss(node: fx.Node, known: Known, tokens: int, wanted: Rows | None
 
 def _same(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
     """What looks at a value, copies it, or makes one like it."""
-    (source,) = node.all_input_nodes
+    source = _only_operand(node)
     rows = known.get(source, wanted)
     assert rows is not None
-    if node.target in (aten.detach.default, aten.alias.default, aten.clone.default):
+    if node.target in (aten.detach.default, aten.alias.default):
         return Step({source: rows}, rows, lambda call, of, size: of(source))
+    if node.target is aten.clone.default:
+
+        def emit(call, of, size):
+            value = of(source)
+            return value if value.meta["val"].is_contiguous() else call(node.target, value)
+
+        return Step({source: rows}, rows, emit)
     return Step({source: rows}, rows, _again(node))
 
 
+def _only_operand(node: fx.Node) -> fx.Node:
+    """The one operand of a node.  Raises: NotByTokensError if numbers are computed too."""
+    if len(node.all_input_nodes) != 1:
+        raise NotByTokensError("a number that it is given varies from call to call")
+    return node.all_input_nodes[0]
+
+
 def _view(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
-    (source,), shape = node.all_input_nodes, shape_of(node)
+    source, shape = _only_operand(node), shape_of(node)
     own = shape_of(source)
     if source in known:
         before = known[source]
@@ -220,7 +250,9 @@ def _expand(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> St
 def _transpose(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
     source = node.args[0]
     dims = sorted(dim % 2 for dim in node.args[1:]) if len(shape_of(node)) == 2 else []
-    if dims not in ([], [0, 1]) or len(shape_of(node)) != 2:
+    known_rows = known.get(source, wanted)
+    is_matrix = len(shape_of(node)) == 2 and known_rows in (Rows(0, 1), Rows(1, 0))
+    if dims not in ([], [0, 1]) or not is_matrix:
         raise NotByTokensError(
             "it puts tokens behind something else, as in cross_entropy(logits.transpose(1, 2), y): "
             "write cross_entropy(logits.flatten(0, 1), y.flatten())"
@@ -233,6 +265,8 @@ def _product(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> S
     """A matrix product: of tokens, from which they leave, or over tokens, of which it is a sum."""
     *bias, one, other = node.args[-3:] if node.target is aten.addmm.default else node.args
     if wanted is not None:
+        if wanted != Rows(0, 1) or any(len(shape_of(each)) > 1 for each in bias):
+            raise NotByTokensError("a matrix product is of other dimensions")
         operands = {one: Rows(0, 1), other: WHOLE, **dict.fromkeys(bias, WHOLE)}
         return Step(operands, wanted, _again(node))
     if bias:
@@ -276,6 +310,11 @@ def _along(position: int):
     return rule
 
 
+def _wide(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The ``dtype`` that a chunk's sum is made in: of narrow values the sum is no such value."""
+    return {"dtype": torch.float32 if dtype in NARROW else dtype}
+
+
 def _reduction(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
     """A reduction behind the tokens, or a sum or mean over all of them."""
     source, at = node.args[0], 2 if node.target is aten.linalg_vector_norm.default else 1
@@ -284,6 +323,8 @@ def _reduction(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) ->
     rows, shape = known[source], shape_of(source)
     number = len(shape)
     dims = _at(node, at, None)
+    if isinstance(dims, (bool, fx.Node)):
+        raise NotByTokensError("it is no reduction over dimensions")
     wanted_dims = range(number) if dims in (None, []) else [dims] if isinstance(dims, int) else dims
     found = sorted({dim % number for dim in wanted_dims})
     of_tokens = list(range(rows.lead, number - rows.trail))
@@ -298,7 +339,7 @@ def _reduction(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) ->
     if rows.lead or not set(of_tokens) <= set(found) or name not in ("sum", "mean"):
         raise NotByTokensError("it looks along some tokens")
     behind = [dim - number for dim in found if dim not in of_tokens]
-    kwargs = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") else {}
+    kwargs = _wide(node.kwargs.get("dtype") or node.meta["val"].dtype)
 
     def emit(call, of, size):
         over = [0, *(dim for dim in behind)]
@@ -324,7 +365,7 @@ def _made(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step
 
 
 def _slice(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
-    source = node.args[0]
+    source = _only_operand(node)
     dim = node.args[2] if node.target is aten.slice_backward.default else _at(node, 1, 0)
     rows = known.get(source) or wanted
     assert rows is not None
@@ -343,12 +384,10 @@ def _at(node: fx.Node, position: int, default: Any) -> Any:
     return node.args[position] if len(node.args) > position else default
 
 
-NONE, MEAN, SUM = 0, 1, 2
-"""The reductions of ``nll_loss``."""
-
-
 def _nll_loss(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
-    values, targets, weight, reduction, *_ = node.args
+    values, targets, weight, reduction, ignored = node.args
+    if isinstance(ignored, fx.Node):
+        raise NotByTokensError("the index that it ignores varies from call to call")
     if known.get(values) != Rows(0, 1):
         raise NotByTokensError("its classes are not the last dimension")
     operands: dict[fx.Node, Rows | None] = {
@@ -357,7 +396,10 @@ def _nll_loss(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> 
     }
     if isinstance(weight, fx.Node):
         operands[weight] = WHOLE
-    reduction = NONE if reduction == NONE else SUM
+    if reduction == MEAN and targets in known:
+        raise NotByTokensError("its targets are computed of the logits")
+    is_narrow = values.meta["val"].dtype in NARROW
+    reduction = NONE if reduction == NONE or is_narrow else SUM
     return Step(operands, Rows(0, 0), _again(node, _3=reduction))
 
 
@@ -368,10 +410,16 @@ def _part_of_result(node: fx.Node, known: Known, tokens: int, wanted: Rows | Non
     if source.target is aten.nll_loss_forward.default:
         if index == 1:  # known before: it is counted in the targets
             raise NotByTokensError("the weight of all tokens")
-        emit: Emit = lambda call, of, size: call(operator.getitem, of(source), index)  # noqa: E731
-        if source.args[3] == NONE:
-            return Step({source: Rows(0, 0)}, Rows(0, 0), emit)
-        return Step({source: Rows(0, 0)}, None, emit, adds_up=True)
+        is_sum = source.args[3] != NONE
+
+        def emit(call, of, size):
+            part = call(operator.getitem, of(source), index)
+            if is_sum and part.meta["val"].dtype in NARROW:
+                part = call(aten.sum.default, part, dtype=torch.float32)
+            return part
+
+        rows = None if is_sum else Rows(0, 0)
+        return Step({source: Rows(0, 0)}, rows, emit, adds_up=is_sum)
     rows = known[source]
     return Step({source: rows}, rows, lambda call, of, size: call(node.target, of(source), index))
 

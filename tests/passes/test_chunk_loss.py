@@ -309,35 +309,171 @@ def test_values_of_single_tokens_may_be_read_by_others():
     assert_same_numerics(execute(in_one(captured)), execute(after), bitwise=False)
 
 
-def test_it_is_on_where_it_saves_more_than_a_bucket():
-    captured = language_step("mean")
-    small = rewritten(captured, until="chunk_loss", bucket_bytes=100)
-    large = rewritten(captured, until="chunk_loss", bucket_bytes=1 << 20)
-    # 24 tokens are one chunk, where nobody says how many.
-    assert not any("_chunk" in n.name for g in (small, large) for n in g.graph.nodes)
-
-
 @functools.cache
-def longer():
+def many_classes(length):
     torch.manual_seed(0)
-    step = trained(lambda logits, y: flat(logits, y))
-    inputs = torch.randint(CLASSES, (BATCH, 100)), torch.randint(CLASSES, (BATCH, 100))
+    model = nn.Sequential(nn.Embedding(1200, 4), nn.Linear(4, 1200))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    inputs = torch.randint(1200, (BATCH, length)), torch.randint(1200, (BATCH, length))
     return capture(step, *inputs, world_size=2)
 
 
 @pytest.mark.parametrize(
-    "options, chunks",
+    "length, options, chunks",
     [
-        ({"bucket_bytes": 1 << 10}, 3),  # of 128 tokens at most
-        ({"bucket_bytes": 1 << 20}, 1),
-        ({"bucket_bytes": 1 << 20, "chunk_loss": 1}, 3),
-        ({"bucket_bytes": 1 << 10, "chunk_loss": 0}, 1),
-        ({"bucket_bytes": 1 << 20, "chunk_loss": 4}, 4),
+        (100, {"bucket_bytes": 1 << 10}, 3),  # of 128 tokens at most
+        (10, {"bucket_bytes": 1 << 10}, 1),
+        (100, {"bucket_bytes": 1 << 23}, 0),
+        (100, {"bucket_bytes": 1 << 23, "chunk_loss": 1}, 3),
+        (100, {"bucket_bytes": 1 << 10, "chunk_loss": 0}, 0),
+        (100, {"bucket_bytes": 1 << 23, "chunk_loss": 4}, 4),
     ],
 )
-def test_how_many_chunks_there_are(options, chunks):
-    after = rewritten(longer(), **options, stage=0)
-    assert len(nodes_of(after, aten._log_softmax.default)) == chunks
+def test_how_many_chunks_there_are(length, options, chunks):
+    after = rewritten(many_classes(length), **options, stage=0)
+    assert len([n for n in after.graph.nodes if n.name.startswith("_log_softmax_chunk")]) == chunks
+
+
+def attack(loss_of, *more, number=3, dtype=torch.float32):
+    """Whether a step is the same in chunks, and whether it is in any."""
+    torch.manual_seed(0)
+    model = Model().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y, mask, *more):
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y, mask, *more)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    shape = BATCH, LENGTH
+    inputs = torch.randint(CLASSES, shape), torch.randint(CLASSES, shape), torch.rand(shape)
+    captured = capture(step, *inputs, *more, world_size=2)
+    after = in_chunks(captured, number)
+    assert_same_numerics(execute(in_one(captured)), execute(after), bitwise=False)
+    return any("_chunk" in node.name for node in after.graph.nodes)
+
+
+def each_of(model, x, y):
+    return flat(model(x), y, reduction="none").view(BATCH, LENGTH)
+
+
+def shaken(model, x, y, mask):
+    logits = model(x)
+    logits.register_hook(lambda gradient: gradient + 0.01)
+    return flat(logits[:, :-1], y[:, 1:])
+
+
+def weighed_by_teacher(model, x, y, mask):
+    with torch.no_grad():
+        weight = model(x).flatten(0, 1).amax(-1, keepdim=True).sigmoid()
+    target = F.one_hot(y.flatten(), CLASSES).float()
+    logits = model(x).flatten(0, 1)
+    return F.binary_cross_entropy_with_logits(logits, target, weight=weight)
+
+
+def of_bits(model, x, y, mask):
+    logits = model(x)
+    return flat(logits, y) + 1e-9 * logits.detach().view(torch.int32).float().mean()
+
+
+def infinite_weight(model, x, y, mask):
+    weight = torch.ones(CLASSES).index_fill(0, torch.tensor([0]), float("inf"))
+    return flat(model(x), y.masked_fill(y == 0, -100), weight=weight)
+
+
+ATTACKS = {
+    "tokens transposed": lambda model, x, y, mask: (each_of(model, x, y).t() * mask.t()).sum(),
+    "and dimensions named": lambda model, x, y, mask: (
+        each_of(model, x, y).transpose(0, 1) * mask.t()
+    ).sum(),
+    "gradients shaken before a cut": shaken,
+    "weighed by a teacher": weighed_by_teacher,
+    "bits": of_bits,
+    "an infinite weight": infinite_weight,
+    "a square": lambda model, x, y, mask: (
+        flat(logits := model(x), y)
+        + 1e-3 * (logits.detach().flatten(0, 1).t() @ logits.detach().flatten(0, 1)).mean()
+    ),
+    "twice": lambda model, x, y, mask: flat(model(x), y) + 0.1 * flat(model(x.flip(1)), y),
+    "targets of its own": lambda model, x, y, mask: flat(
+        logits := model(x), logits.detach().argmax(-1)
+    ),
+    "nothing is left": lambda model, x, y, mask: flat(logits := model(x), y) + logits[:, :0].sum(),
+    "copies": lambda model, x, y, mask: flat(
+        model(x).reshape(-1, 1, CLASSES).expand(-1, 2, -1).reshape(-1, 2, CLASSES)[:, 0], y
+    ),
+    "a sum of one dimension": lambda model, x, y, mask: (
+        each_of(model, x, y).sum(0) * mask[0]
+    ).sum(),
+}
+
+
+@pytest.mark.parametrize("form", ATTACKS)
+def test_what_looks_like_single_tokens_is_right_or_left_whole(form):
+    attack(ATTACKS[form])
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    (
+        lambda model, x, y, mask, k: flat(model(x) * k, y),
+        lambda model, x, y, mask, k: F.cross_entropy(
+            model(x)[..., : k + 5].flatten(0, 1), y.flatten() % (k + 5)
+        ),
+        lambda model, x, y, mask, k: flat(model(x)[:, :k], y[:, :k]),
+        lambda model, x, y, mask, k: flat(model(x), y, ignore_index=k),
+    ),
+)
+def test_numbers_that_vary_are_no_obstacle_or_a_reason(loss_of):
+    def with_number(model, x, y, mask, k):
+        return loss_of(model, x, y, mask, k.shape[0])
+
+    number = torch.zeros(4)
+    torch._dynamo.mark_dynamic(number, 0)
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y, k):
+        optimizer.zero_grad()
+        with_number(model, x, y, None, k).backward()
+        optimizer.step()
+
+    x, y = (torch.randint(CLASSES, (BATCH, LENGTH)) for _ in range(2))
+    rewritten(capture(step, x, y, number, world_size=2), chunk_loss=3, stage=3)
+
+
+def test_means_of_half_precision_do_not_overflow():
+    captured = language_step("binary", dtype=torch.float16)
+    after = in_chunks(captured)
+    sums = [n for n in after.graph.nodes if n.name.startswith("binary_cross") and not n.kwargs]
+    totals = nodes_of(after, aten.sum.default)
+    assert sums and {node.meta["val"].dtype for node in totals} == {torch.float32}
+
+
+def test_what_fails_leaves_the_program_as_it_was(monkeypatch, caplog):
+    captured = language_step("scaled", bias=True)
+    whole = execute(in_one(captured))
+
+    def fail(*_arguments):
+        raise IndexError("no such dimension")
+
+    monkeypatch.setattr("zerofx.passes.loss.chunk_loss._Chunked._add", fail)
+    with caplog.at_level(logging.WARNING, "zerofx"):
+        after = in_chunks(captured)
+    assert "no such dimension. Please report it." in caplog.text
+    assert not any("_chunk" in node.name for node in after.graph.nodes)
+    assert_same_numerics(whole, execute(after), bitwise=True)
 
 
 @pytest.mark.parametrize(

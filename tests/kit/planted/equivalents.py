@@ -109,13 +109,14 @@ def _why_idempotent(node: fx.Node, source: fx.Node) -> str | None:
         return "its operand is the same memory in the same shape"
     if node.target is aten.slice.Tensor and node.args[2] == 0:
         return "it takes the beginning, of which the beginning is all"
-    if node.target is aten.mul.Tensor and node.args[1].meta["val"].dtype == torch.bool:
-        return "what is masked is masked already"
+    if node.target is aten.addmm_.default and node.kwargs.get("beta") == 0:
+        return "nothing of what it writes to is read"
     return _IDEMPOTENT.get(node.target) or _why_no_copy_is_needed(node)
 
 
 _IDEMPOTENT = {
     aten.sum.default: "a sum is one number, and its sum",
+    aten.where.ScalarOther: "what is masked is masked already",
     aten._log_softmax.default: "the exponentials of what it gives sum to one already",
     aten._log_softmax_backward_data.default: "what it gives sums to zero already",
     aten.nll_loss_backward.default: "it looks at the shape of what it replaces alone",
@@ -125,7 +126,8 @@ _IDEMPOTENT = {
 def _why_no_copy_is_needed(node: fx.Node) -> str | None:
     if node.target is aten.clone.default:
         return "nobody writes to what it copies"
-    if node.target is aten.where.ScalarOther and role(node) == Role.CHUNK:
+    is_index = node.target is aten.where.ScalarOther and role(node) == Role.CHUNK
+    if is_index and not node.meta["val"].dtype.is_floating_point:
         return "targets that do not count weigh nothing, whatever they are"
     return None
 
