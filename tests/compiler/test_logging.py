@@ -54,7 +54,7 @@ def test_the_first_compilation_of_a_function_is_one_line(caplog):
     assert re.fullmatch(
         r"step\d+: stage 3 on 1 rank\(s\), this is 0; of 2 parameters, 80 B, a rank keeps 80 B; a "
         r"step allocates \d+ B at most, \d+ B as captured; 2 collectives; normalize, "
-        r"recompute, .*prefetch, reduce_unflattened",
+        r"chunk_loss, recompute, .*prefetch, reduce_unflattened",
         line,
     ), line
     (retraced,) = [line for line in lines(caplog, logging.DEBUG) if line.startswith("step")]
