@@ -37,7 +37,7 @@ FEWEST, MOST = 128, 512
 """Tokens of a chunk, where nobody says how many chunks there are: half the width within these."""
 
 LEAST_BYTES, LARGEST_BYTES = 1 << 20, 1 << 24
-"""What a bucket is taken for at least, and at most: on an accelerator it may have no limit."""
+"""The bytes that a bucket counts as at least, and at most: an accelerator's has no limit."""
 
 
 def chunk_loss(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -127,7 +127,7 @@ class Cut:
 
     @staticmethod
     def of(shape: Sequence[int], rows: Rows, dim: int, start: Any, stop: Any, step: int) -> Cut:
-        """What ``slice`` takes.  Raises: NotByTokensError for other steps than one."""
+        """Return what ``slice`` takes.  Raises: NotByTokensError for other steps than one."""
         at = dim % len(shape) - rows.lead
         if step != 1 or isinstance(start, fx.Node) or isinstance(stop, fx.Node):
             raise NotByTokensError("it takes tokens in steps, or others in every call")
@@ -180,12 +180,11 @@ class Region:
 
     @property
     def nbytes(self) -> int:
-        value = self.head.meta["val"]
-        return value.numel() * value.dtype.itemsize
+        return hinted_bytes(self.head)
 
     @property
     def needed(self) -> list[fx.Node]:
-        """What is computed elsewhere that it reads, and all of which that is computed."""
+        """Return what it reads from outside, and all that this is computed from."""
         steps = [*self.steps.values(), *self.ends.values()]
         read = dict.fromkeys(one for step in steps for one in step.operands)
         outside = [one for one in read if one not in self.steps and one not in self.totals]
@@ -230,7 +229,7 @@ class Region:
         return region
 
     def _step(self, node: fx.Node, known: dict[fx.Node, Rows]) -> Step:
-        """What a node is in a chunk.  Raises: NotByTokensError."""
+        """Return what a node is in a chunk.  Raises: NotByTokensError."""
         read = [one for one in node.all_input_nodes if one in known]
         are_few = {one in self.few for one in read}
         if node.target in (aten.slice.Tensor, aten.slice_backward.default):
@@ -260,7 +259,7 @@ class Region:
         return step
 
     def _cut(self, node: fx.Node, known: dict[fx.Node, Rows]) -> Step | None:
-        """What takes a range of tokens, or puts it back among zeros; None if it does neither."""
+        """Return the step of a node that takes a range of tokens or puts it back; None of others."""
         source, is_back = node.args[0], node.target is aten.slice_backward.default
         shape, rows = shape_of(node if is_back else source), known[source]
         arguments = [*node.args[2 if is_back else 1 :], *(0, None, None, 1)[len(node.args) - 1 :]]
@@ -514,7 +513,7 @@ class _Chunked:
         return self.slices[key]
 
     def _merge(self, operand: fx.Node, rows: Rows, node: fx.Node, is_cut: bool) -> fx.Node:
-        """What has tokens in several dimensions, with them in one: those of the loss."""
+        """Insert a view of an operand that has the loss's tokens in one dimension."""
         shape, call = shape_of(operand), self._caller(node)
         merged, cut = rows.merged(shape, self.region.tokens), self.region.cut
         if is_cut:

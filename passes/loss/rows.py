@@ -296,7 +296,7 @@ def _along(position: int):
 
     def rule(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
         first = node.args[0]
-        rows = _result_rows(node, {**known}, tokens, wanted)
+        rows = _result_rows(node, known, tokens, wanted)
         operands = {
             one: known[one] if one in known else rows_like(one, rows)
             for one in node.all_input_nodes
