@@ -259,7 +259,7 @@ class Region:
         return step
 
     def _cut(self, node: fx.Node, known: dict[fx.Node, Rows]) -> Step | None:
-        """Return the step of a node that takes a range of tokens or puts it back; None of others."""
+        """Return the step of a node that takes some tokens or puts them back; None of others."""
         source, is_back = node.args[0], node.target is aten.slice_backward.default
         shape, rows = shape_of(node if is_back else source), known[source]
         arguments = [*node.args[2 if is_back else 1 :], *(0, None, None, 1)[len(node.args) - 1 :]]

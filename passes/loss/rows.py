@@ -82,6 +82,8 @@ def step_of(node: fx.Node, known: Known, tokens: int, wanted: Rows | None = None
         raise NotByTokensError(f"{_name(node)} draws random numbers")
     if node.target is aten.view.dtype:
         raise NotByTokensError("it looks at the bits of numbers")
+    if not {"dim", "index", "self"}.isdisjoint(node.kwargs):
+        raise NotByTokensError("its dimension is an argument by name")
     if is_symbolic(node.meta.get("val")):
         raise NotByTokensError("its size varies from call to call")
     rule = _RULES.get(node.target) or _RULES.get(getattr(node.target, "overloadpacket", None))

@@ -14,7 +14,7 @@ from zerofx.ir import ops
 from zerofx.ir.graph import is_backward
 from zerofx.ir.interface import placeholders
 from zerofx.ir.roles import bucket_of, parameter_of
-from zerofx.passes.loss.rows import Rows, placed
+from zerofx.passes.loss.rows import NotByTokensError, Rows, placed, step_of
 
 aten = torch.ops.aten
 CLASSES, WIDTH, BATCH, LENGTH = 29, 6, 3, 8
@@ -451,6 +451,16 @@ def test_numbers_that_vary_are_no_obstacle_or_a_reason(loss_of):
 
     x, y = (torch.randint(CLASSES, (BATCH, LENGTH)) for _ in range(2))
     rewritten(capture(step, x, y, number, world_size=2), chunk_loss=3, stage=3)
+
+
+def test_a_dimension_by_name_is_not_taken_for_all():
+    graph = torch.fx.Graph()
+    source = graph.placeholder("x")
+    source.meta["val"] = torch.zeros(TOKENS, CLASSES)
+    node = graph.call_function(aten.sum.dim_IntList, (source,), {"dim": [1]})
+    node.meta["val"] = torch.zeros(TOKENS)
+    with pytest.raises(NotByTokensError, match="by name"):
+        step_of(node, {source: Rows(0, 1)}, TOKENS)
 
 
 def test_means_of_half_precision_do_not_overflow():
