@@ -13,7 +13,7 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.ir import ops
-from zerofx.ir.aliases import mutated_inputs
+from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.graph import Builder, erase_unused, is_backward, is_random, updated_by
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role
@@ -566,6 +566,8 @@ class _Chunked:
             if source in self.weights and source.args[3] == MEAN:
                 total = call(aten.div.Tensor, total, self.weights[source])
             self._replace(node, total, call)
+            if _adds_in_place(node):
+                self._add_rows(total)
         for node, parts in self.lists.items():
             step, call = region.steps.get(node) or region.ends[node], self._caller(node)
             assert step.rows is not None
@@ -576,6 +578,36 @@ class _Chunked:
         for total in region.totals:
             total.replace_all_uses_with(self.wholes[total])
         erase_unused(self.graph, [*region.totals, *region.ends, *region.steps])
+
+    def _add_rows(self, total: fx.Node) -> None:
+        """Add a tied embedding's gradient to the head's row by row: no second tensor of all rows.
+
+        ``add(total, embedding_dense_backward(g, i, ...))`` becomes ``index_put_(total, [i], g)``.
+        """
+        while len(total.users) == 1 and aliased_inputs(user := next(iter(total.users))) == [total]:
+            total = user
+        add = next(iter(total.users)) if len(total.users) == 1 else total
+        if add.target is not aten.add.Tensor or add.kwargs:
+            return
+        (rows,) = [node for node in add.all_input_nodes if node is not total] or [total]
+        if rows.target is not aten.embedding_dense_backward.default or len(rows.users) > 1:
+            return
+        gradient, indices, _, padding, by_frequency = rows.args
+        like = total.meta["val"]
+        if (
+            by_frequency
+            or gradient.meta["val"].dtype != like.dtype
+            or list(like.shape) != shape_of(rows)
+        ):
+            return
+        with self.builder.before(add, role=Role.CHUNK, like=add) as insert:
+            if padding >= 0:
+                is_padding = insert(aten.eq.Scalar, indices, padding)
+                is_padding = insert(aten.unsqueeze.default, is_padding, -1)
+                gradient = insert(aten.masked_fill.Scalar, gradient, is_padding, 0)
+            by = insert(aten.index_put_.default, total, [indices], gradient, True)
+        add.replace_all_uses_with(by)
+        erase_unused(self.graph, [add, rows])
 
     def _among_zeros(
         self, value: fx.Node, rows: Rows, cut: Cut, call: Callable[..., fx.Node]

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.kit.programs import assert_same_numerics, capture, execute, nodes_of, rewritten
 from zerofx.ir import ops
+from zerofx.ir.aliases import memory_of
 from zerofx.ir.graph import is_backward
 from zerofx.ir.interface import placeholders
 from zerofx.ir.roles import bucket_of, parameter_of
@@ -22,9 +23,9 @@ TOKENS = BATCH * LENGTH
 
 
 class Model(nn.Module):
-    def __init__(self, bias: bool = False, tied: bool = False) -> None:
+    def __init__(self, bias: bool = False, tied: bool = False, padding: int | None = None) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.embedding = nn.Embedding(CLASSES, WIDTH, padding)
         self.body = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, CLASSES, bias=bias)
         if tied:
@@ -153,6 +154,29 @@ def test_a_tied_head_and_micro_batches():
     captured = language_step("mean", tied=True, micro_batches=2)
     after = in_chunks(captured)
     assert len(nodes_of(after, aten._log_softmax.default)) == 6
+    assert_same_numerics(execute(in_one(captured)), execute(after), bitwise=False)
+
+
+@pytest.mark.parametrize("padding", (None, 3))
+def test_a_tied_embedding_adds_its_rows_to_the_gradient_of_the_head(padding):
+    torch.manual_seed(0)
+    model = Model(tied=True, padding=padding)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = flat(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    tokens = torch.randint(CLASSES, (BATCH, LENGTH))
+    captured = capture(step, torch.where(tokens < 9, 3, tokens), tokens, world_size=2)
+    after = in_chunks(captured)
+    (rows,) = nodes_of(after, aten.index_put_.default)
+    assert not nodes_of(after, aten.embedding_dense_backward.default)
+    written = {node.target for node in memory_of(rows.args[0])}
+    assert aten.addmm_.default in written and aten.empty.memory_format in written
     assert_same_numerics(execute(in_one(captured)), execute(after), bitwise=False)
 
 

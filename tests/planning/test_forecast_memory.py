@@ -52,9 +52,11 @@ class Encoder(nn.Module):
 class Head(nn.Module):
     """With so many classes that the loss is computed in chunks."""
 
-    def __init__(self):
+    def __init__(self, tied=False):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(3000, 16), nn.Linear(16, 3000)
+        self.embedding, self.head = nn.Embedding(3000, 16), nn.Linear(16, 3000, bias=not tied)
+        if tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens):
         return self.head(torch.tanh(self.embedding(tokens)))
@@ -71,6 +73,7 @@ MODELS = {
     "recurrent": (lambda: Recurrent(nn.GRU), squared_loss, lambda: features(0, 256)),
     "dropout": (Encoder, language_loss, lambda: tokens(0, 16)),
     "many classes": (Head, language_loss, lambda: tokens(0, 256)),
+    "many classes, tied": (lambda: Head(tied=True), language_loss, lambda: tokens(0, 256)),
 }
 
 
