@@ -142,7 +142,7 @@ def test_a_region_that_cannot_be_compiled_runs_operator_by_operator(tmp_path, mo
     options = {"lowering": "inductor", "dump": str(tmp_path)}
     with caplog.at_level(logging.WARNING, "zerofx"):
         losses = trained(squared_loss, options)
-    torch.testing.assert_close(losses, trained(squared_loss, None), rtol=0, atol=0)
+    assert losses.tolist() == trained(squared_loss, None).tolist()
     said = [record.getMessage() for record in caplog.records if "cannot compile" in record.message]
     assert len(said) == sum(map(len, CompiledRegion._known.values())) > 2, "each once, in 3 steps"
     assert "operator by operator" in said[0] and "the C++ compiler is gone" in said[0]
