@@ -487,11 +487,29 @@ def given_globally(out, b):
     return total / zerofx.global_count(LABELS_OF_TWO)
 
 
-RIGHT |= {"given_locally": given_locally, "given_globally": given_globally}
+def given_and_moved(out, b):
+    total = F.cross_entropy(*flat(out, b), reduction="sum")
+    return total / zerofx.local_count((b["labels"] != -100).sum()).to(torch.float32)
+
+
+def given_globally_and_bounded(out, b):
+    total = F.cross_entropy(*flat(out, b), reduction="sum")
+    number = torch.scalar_tensor(LABELS_OF_TWO)
+    return total / zerofx.global_count(number).clamp(min=1)
+
+
+def given_both_ways(out, b):
+    total = F.cross_entropy(*flat(out, b), reduction="sum")
+    mine = zerofx.local_count((b["labels"] != -100).sum())
+    return total / (mine + zerofx.global_count(LABELS_OF_TWO))
+
+
+GIVEN = (given_locally, given_globally, given_and_moved, given_globally_and_bounded)
+RIGHT |= {given.__name__: given for given in GIVEN}
 BY_RANK = {"balanced_by_rank": balanced_by_rank}
 
 
-@pytest.mark.parametrize("form", ("given_locally", "given_globally"))
+@pytest.mark.parametrize("form", [given.__name__ for given in GIVEN])
 def test_a_count_that_the_user_gives(ranks, form):  # noqa: F811
     for found in ranks(2).run(train_on_rank, form, {"stage": 1}, 1, False, False, 1):
         check(found, train_alone("cross_entropy", 2, calls=1))
@@ -532,8 +550,14 @@ def accumulate(loss_of, updates: bool):
 def test_gradients_of_several_calls_need_a_count_of_them_all(updates):
     with pytest.raises(StepError, match="gradients of several calls are added up"):
         accumulate(RIGHT["cross_entropy"], updates=False)
-    model = accumulate(given_locally, updates)
-    assert model.head.weight.grad is not None
+    for given in (given_locally, given_and_moved):
+        model = accumulate(given, updates)
+        assert model.head.weight.grad is not None
+
+
+def test_a_count_is_given_in_one_way():
+    with pytest.raises(StepError, match="Count both alike"):
+        accumulate(given_both_ways, updates=True)
 
 
 def test_gradients_that_are_set_to_zeros_are_of_one_call():

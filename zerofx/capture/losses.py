@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +67,8 @@ def spread_losses(gm: fx.GraphModule) -> None:
             found[root].append(count)
     if found:
         assert data is not None, "a loss asks for it"
-        _check_calls(graph, [count for counts in found.values() for count in counts], data)
+        kinds = {count: _kind(samples, count) for counts in found.values() for count in counts}
+        _check_calls(graph, kinds, data)
     leaves = [leaf for counts in found.values() for c in counts for leaf in _leaves(samples, c)]
     numbers = map(_number_of, leaves)
     early = [number for number in numbers if is_of_batch(number)]
@@ -192,7 +193,7 @@ PARTLY_WITHOUT = (
 )
 
 
-def _check_calls(graph: fx.Graph, counts: list[fx.Node], data: Data) -> None:
+def _check_calls(graph: fx.Graph, kinds: Mapping[fx.Node, str], data: Data) -> None:
     """Refuse counts of one call where the gradients of several are added up.
 
     What counts in all of them cannot be right on a rank that lacks data in some.
@@ -204,7 +205,7 @@ def _check_calls(graph: fx.Graph, counts: list[fx.Node], data: Data) -> None:
         for user in node.users
         if user.op != "output"
     )
-    own = [count for count in counts if count.args[1] in ("found", "mean")]
+    own = [count for count, kind in kinds.items() if kind == "found"]
     if own and (added or not updates):
         raise StepError(
             "loss=global: gradients of several calls are added up, and the count of them all has "
@@ -212,7 +213,7 @@ def _check_calls(graph: fx.Graph, counts: list[fx.Node], data: Data) -> None:
             "divide a sum by zerofx.local_count(n), of all that this rank's calls have between two "
             f"updates.\n  at {source_line(own[0])}"
         )
-    if (added or not updates) and any(count.args[1] == "local" for count in counts):
+    if (added or not updates) and "local" in kinds.values():
         data.mine.args = (*data.mine.args, PARTLY_WITHOUT)
 
 
@@ -235,14 +236,15 @@ def _spread(
 
     It is what one process would compute, of counts of all ranks, shared by so many.
     """
-    of = counts[0].args[1]
+    of = _kind(samples, counts[0])
     reason = f"divides the loss at {source_line(counts[0])}"
     origin = {"role": Role.LOSS_COUNT, "like": counts[0], "reason": reason}
     if of == "global":
         means = {}
         for count in counts:
+            given = {leaf: leaf.args[0] for leaf in _leaves(samples, count)}
             with builder.before(count, **origin) as call:
-                number = _as_float(call, count.args[0])
+                number = _as_float(call, _computed_of(builder, count, given))
                 means[count] = call(aten.div.Tensor, number, data.ranks)
         return means
     degree = max(samples.of(counts[0]).degrees)
@@ -262,20 +264,26 @@ def _spread(
                 total = call(aten.add.Tensor, total, _as_float(call, _number_of(other)))
             total = call(aten.mul.Tensor, total, data.mine)
             substitutes[same[0]] = call(ops.over_ranks, total, "sum")
-        number = counts[0] if counts[0] in substitutes else counts[0].args[0]
-        for node in _between(number, set(leaves[0])):
-            if node.target is ops.count:
-                substitutes[node] = substitutes[node.args[0]]
-            else:
-                copied = builder.copy(node, substitutes, role=Role.LOSS_COUNT, parameter=-1)
-                substitutes[node] = copied
-        mean = _as_float(call, substitutes[number])
+        mean = _as_float(call, _computed_of(builder, counts[0], substitutes))
         if degree:
             shares = call(aten.mul.Tensor, data.ranks, len(counts))
             if degree != 1:
                 shares = call(aten.pow.Tensor_Scalar, shares, degree)
             mean = call(aten.div.Tensor, mean, shares)
     return dict.fromkeys(counts, mean)
+
+
+def _computed_of(builder: Builder, count: fx.Node, leaves: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Compute a count once more, of others in the place of its leaves."""
+    number = count if count in leaves else count.args[0]
+    substitutes = dict(leaves)
+    for node in _between(number, set(leaves)):
+        if node.target is ops.count:
+            substitutes[node] = substitutes[node.args[0]]
+        else:
+            copied = builder.copy(node, substitutes, role=Role.LOSS_COUNT, parameter=-1)
+            substitutes[node] = copied
+    return substitutes[number]
 
 
 def _as_float(call: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
@@ -299,6 +307,21 @@ def _leaves(samples: Samples, count: fx.Node) -> list[fx.Node]:
 
     found = reached([count], onward)
     return sorted(n for n in found if samples.of(n).kind == Kind.COUNT and not onward(n))
+
+
+def _kind(samples: Samples, count: fx.Node) -> str:
+    """Return what a count is computed of: of "local" ones or "global" ones alone, or is "found"."""
+    leaves = _leaves(samples, count)
+    kinds = {
+        leaf.args[1] if leaf.target is ops.count and leaf.args[1] != "mean" else "found"
+        for leaf in leaves
+    }
+    if "global" in kinds and len(kinds) > 1:
+        raise StepError(
+            "loss=global: the loss is divided by what is computed of a count of all ranks' batches "
+            f"and of a count of this rank's. Count both alike.\n  at {source_line(count)}"
+        )
+    return kinds.pop() if len(kinds) == 1 else "found"
 
 
 def _between(number: fx.Node, leaves: set[fx.Node]) -> list[fx.Node]:
