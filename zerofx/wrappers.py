@@ -6,15 +6,20 @@ that updates at every second call does so.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from zerofx import compat
 from zerofx.errors import StepError
 
-# Their modules average gradients, or shard parameters, around what they wrap.
-_PARALLEL = ("torch.nn.parallel.distributed", "torch.distributed.fsdp")
+logger = logging.getLogger("zerofx")
+
+_UNWRAPPED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Modules around others of which it has been said that they are left out."""
 
 
 def is_wrapper(optimizer: object) -> bool:
@@ -45,17 +50,17 @@ def unwrapped(optimizer: Any) -> Any:
 class WrappersMet:
     """The optimizers of which a step has its own methods, and not an update: wrappers, mostly.
 
-    It is called with each of these, and with each module that the step calls.
+    It is called with each of these, and with each module that the step calls; it returns the module
+    that is called instead.
     Raises: StepError for those that cannot be traced.
     """
 
     def __init__(self) -> None:
         self._found: dict[str, None] = {}
 
-    def __call__(self, value: Any) -> None:
+    def __call__(self, value: Any) -> Any:
         if isinstance(value, torch.nn.Module):
-            _refuse_parallel(value)
-            return
+            return self._without_averaging(value)
         name = type(value).__name__
         is_one = is_wrapper(value)
         self._found[f"{name} {'wraps an optimizer' if is_one else 'has methods of its own'}"] = None
@@ -69,6 +74,22 @@ class WrappersMet:
                 f"{name} has as `optimizer`, and a torch.amp.GradScaler."
             )
 
+    @staticmethod
+    def _without_averaging(module: torch.nn.Module) -> torch.nn.Module:
+        """Return what DistributedDataParallel wraps: the compiled step averages its gradients."""
+        _refuse_sharded(module)
+        if not isinstance(module, DistributedDataParallel):
+            return module
+        if module not in _UNWRAPPED:
+            _UNWRAPPED.add(module)
+            logger.info(
+                "the step calls %s through the DistributedDataParallel around it, which is left "
+                "out: the compiled step averages gradients. Its buffers for them stay allocated; "
+                "without it there are none.",
+                type(module.module).__name__,
+            )
+        return module.module
+
     def words(self) -> str:
         """Return advice, if wrappers may be the reason why a step cannot be traced; else ""."""
         return "".join(
@@ -79,18 +100,13 @@ class WrappersMet:
         )
 
 
-def _refuse_parallel(module: torch.nn.Module) -> None:
+def _refuse_sharded(module: torch.nn.Module) -> None:
     for kind in type(module).__mro__:
-        if kind.__module__.startswith(_PARALLEL):
-            remedy = (
-                "call the module in it, `model.module`"
-                if kind.__module__ == _PARALLEL[0]
-                else "build the model without it"
-            )
+        if kind.__module__.startswith("torch.distributed.fsdp"):
             raise StepError(
                 f"the step calls a model that is wrapped in {kind.__name__}, which communicates "
                 "between ranks by itself. A compiled step averages gradients and shards what its "
-                f"stage says: {remedy}."
+                "stage says: build the model without it."
             )
 
 

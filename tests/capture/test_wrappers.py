@@ -281,21 +281,38 @@ def one_rank():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "wrap, words",
-    (
-        (DistributedDataParallel, "wrapped in DistributedDataParallel.*`model.module`"),
-        (fully_shard, "wrapped in FSDPLinear.*build the model without it"),
-    ),
-)
-def test_a_model_that_communicates_by_itself_is_refused(wrap, words, one_rank):
-    model = wrap(built()[0])
+def test_a_model_that_shards_by_itself_is_refused(one_rank):
+    model = fully_shard(built()[0])
 
     def step(x):
         model(x).sum().backward()
 
-    with pytest.raises(StepError, match=words):
+    with pytest.raises(StepError, match="wrapped in FSDPLinear.*build the model without it"):
         zero(step, 3)(features(0, 4)[0])
+
+
+def test_the_averaging_around_a_model_is_left_out_with_a_line_in_the_log(one_rank, caplog):
+    def train(wrap, compiles):
+        torch.manual_seed(0)
+        model, optimizer = built()
+        called = wrap(model)
+
+        def step(x):
+            optimizer.zero_grad()
+            (called(x).square().mean() + called(2 * x).mean()).backward()
+            optimizer.step()
+
+        step = compiles(step)
+        for number in range(3):
+            step(features(number, 4)[0])
+        zerofx.unshard(model, optimizer)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    with caplog.at_level("INFO", "zerofx"):
+        found = train(DistributedDataParallel, lambda step: zero(step, 3))
+    said = [record.message for record in caplog.records if "DistributedData" in record.message]
+    assert len(said) == 1 and "Linear" in said[0]
+    assert_same(found, train(lambda model: model, lambda step: step))
 
 
 def test_the_module_in_a_parallel_one_trains(one_rank):

@@ -77,7 +77,8 @@ def started(train, *arguments, is_kept: bool = True, **options) -> Start:
 def assert_alike(one, other):
     leaves = [torch.utils._pytree.tree_leaves(results) for results in (one, other)]
     for expected, actual in zip(*leaves, strict=True):
-        assert torch.equal(torch.as_tensor(expected), torch.as_tensor(actual))
+        values = torch.as_tensor(expected), torch.as_tensor(actual)
+        torch.testing.assert_close(*values, rtol=0, atol=0, equal_nan=True)
 
 
 def train_form(name: str, stage: int, **options):

@@ -72,7 +72,7 @@ Patch = contextlib.AbstractContextManager[Any]
 
 @contextlib.contextmanager
 def whole_step_tracing(
-    backend: Any, substitutes: Substitutes, met: Callable[[Any], None] = lambda value: None
+    backend: Any, substitutes: Substitutes, met: Callable[[Any], Any] = lambda value: value
 ) -> Iterator[None]:
     """Make Dynamo hand over forward, backward and update as one graph, for ``backend`` only.
 
@@ -80,8 +80,8 @@ def whole_step_tracing(
     traced (``trace_autograd_ops``), the given methods of optimizers and scalers are traced from
     their substitutes, a loss may be returned undetached, log calls are left out, and a graph
     break is an error.  Everything is put back when a compilation ends, so that other backends see
-    torch as it is.  ``met`` is called with modules that are called, and with optimizers whose own
-    methods are traced: what it raises goes to the user.
+    torch as it is.  ``met`` is called with modules that are called, and returns those to call in
+    their place; and with optimizers whose own methods are traced.  What it raises goes to the user.
     """
     handler = torch._dynamo.callback.callback_handler
     undo: list[contextlib.ExitStack] = []
@@ -147,7 +147,7 @@ def _logging_functions() -> set[Callable[..., Any]]:
 
 
 def _substituting(
-    variable_class: type, backend: Any, substitutes: Substitutes, met: Callable[[Any], None]
+    variable_class: type, backend: Any, substitutes: Substitutes, met: Callable[[Any], Any]
 ) -> Patch:
     """Answer attribute look-ups of the substituted methods with the substitutes.
 
@@ -218,21 +218,24 @@ def _function_for(
     return substitute if is_scheduled or getattr(instead, "__func__", instead) is own else None
 
 
-def _telling(met: Callable[[Any], None], value: Any) -> None:
+def _telling(met: Callable[[Any], Any], value: Any) -> Any:
     """Call ``met``, and have Dynamo let through what it raises."""
     try:
-        met(value)
+        return met(value)
     except Exception as error:
         raise pass_through_dynamo(error) from None
 
 
-def _seeing_modules(backend: Any, met: Callable[[Any], None]) -> Patch:
-    """Call ``met`` with each module that is called, for ``backend``."""
+def _seeing_modules(backend: Any, met: Callable[[Any], Any]) -> Patch:
+    """Call in the place of each module that is called what ``met`` returns, for ``backend``.
+
+    That is the module, or the one that it has as ``module``.
+    """
     original = UnspecializedNNModuleVariable.call_function
 
     def call_function(self, tx, args, kwargs):
-        if backend_in_use(tx) is backend:
-            _telling(met, self.value)
+        if backend_in_use(tx) is backend and _telling(met, self.value) is not self.value:
+            return self.var_getattr(tx, "module").call_function(tx, args, kwargs)
         return original(self, tx, args, kwargs)
 
     return mock.patch.object(UnspecializedNNModuleVariable, "call_function", call_function)
