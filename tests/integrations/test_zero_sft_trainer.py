@@ -1,0 +1,106 @@
+"""ZeroSFTTrainer: TRL's SFTTrainer on ranks trains, and measures, as it does in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.trainers import as_torchrun, built, logged
+from zerofx.integrations.trl import ZeroSFTTrainer
+
+SEEN = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens")
+WORDS = "a the cat dog sat ran on mat tree big small red blue and then under over it was of".split()
+
+
+def texts():
+    generator = torch.Generator().manual_seed(0)
+
+    def some(least, most):
+        number = int(torch.randint(least, most, (1,), generator=generator))
+        chosen = torch.randint(len(WORDS), (number,), generator=generator)
+        return " ".join(WORDS[at] for at in chosen)
+
+    return Dataset.from_list(
+        [{"prompt": some(2, 5), "completion": " " + some(2, 7)} for _ in range(24)]
+    )
+
+
+def tokenizer():
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def config(folder, **given):
+    return SFTConfig(
+        **{
+            "output_dir": str(folder),
+            "num_train_epochs": 1,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "use_cpu": True,
+            "bf16": False,
+            "activation_checkpointing": False,
+            "disable_tqdm": True,
+            "pad_to_multiple_of": 16,  # one size: a step is compiled for any after the second
+            **given,
+        }
+    )
+
+
+def small():
+    return built(vocab_size=len(WORDS) + 3, pad_token_id=0, eos_token_id=1)
+
+
+def train(trainer_class, folder, given, **more):
+    trainer = trainer_class(
+        small(),
+        config(folder, **given),
+        train_dataset=texts(),
+        processing_class=tokenizer(),
+        **more,
+    )
+    trainer.train()
+    trainer.save_model()
+    return logged(trainer, *SEEN)
+
+
+def train_on_rank(folder, given):
+    with as_torchrun():
+        return train(ZeroSFTTrainer, folder, given, zero={"lowering": "eager"})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", (2, 3))
+@pytest.mark.parametrize("given", ({}, {"loss_type": "dft"}, {"gradient_accumulation_steps": 2}))
+def test_losses_and_measures_are_those_of_one_process(given, num_ranks, ranks, tmp_path):  # noqa: F811
+    parts = given.get("gradient_accumulation_steps", 1)
+    apart = {**given, "per_device_train_batch_size": 12 // num_ranks // parts}
+    found = ranks(num_ranks).run(train_on_rank, str(tmp_path / "apart"), apart, timeout_s=600)
+    one = {**given, "per_device_train_batch_size": 12 // parts}
+    expected = torch.tensor(train(SFTTrainer, tmp_path / "one", one))
+    assert len(expected) > 1
+    for its in found:
+        # The measures are read at the precision that is logged.
+        torch.testing.assert_close(torch.tensor(its), expected, rtol=5e-6, atol=2e-6)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "apart").state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "one").state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, value", (("label_smoothing_factor", 0.1), ("activation_offloading", True))
+)
+def test_what_needs_more_of_trls_code_is_refused(name, value, tmp_path):
+    given = config(tmp_path, **{name: value})
+    with pytest.raises(ValueError, match=name):
+        ZeroSFTTrainer(small(), given, train_dataset=texts(), processing_class=tokenizer())

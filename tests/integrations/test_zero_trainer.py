@@ -1,0 +1,213 @@
+"""ZeroTrainer: Trainer on several ranks trains as Trainer in one process with their batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+
+from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.trainers import arguments, as_torchrun, built, logged, rows
+from zerofx.integrations.transformers import ZeroTrainer
+
+SEEN = ("loss", "grad_norm", "learning_rate")
+
+
+def train_on_rank(folder, given, zero=None, resume=None, rows_of_eval=0, build=built):
+    """Train on this rank; return what was logged of each step, and the evaluations' losses."""
+    with as_torchrun():
+        trainer = ZeroTrainer(
+            build(),
+            arguments(folder, **given),
+            train_dataset=rows(),
+            eval_dataset=rows(rows_of_eval) if rows_of_eval else None,
+            zero={"lowering": "eager", **(zero or {})},
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()
+        return logged(trainer, *SEEN), logged(trainer, "eval_loss")
+
+
+def train_alone(folder, given, rows_of_eval=0, build=built):
+    trainer = Trainer(
+        build(),
+        arguments(folder, **given),
+        train_dataset=rows(),
+        eval_dataset=rows(rows_of_eval) if rows_of_eval else None,
+    )
+    trainer.train()
+    return logged(trainer, *SEEN), logged(trainer, "eval_loss"), trainer.model
+
+
+def check(found, expected):
+    assert len(found) == len(expected) > 1
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-6, atol=1e-6)
+
+
+def check_saved(folder, model):
+    saved = AutoModelForCausalLM.from_pretrained(folder)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow(reason="two ranks and a single process train through Trainer")
+def test_losses_norms_and_weights_are_those_of_one_process_with_all_batches(ranks, tmp_path):  # noqa: F811
+    given = {"gradient_accumulation_steps": 2}
+    two = {**given, "per_device_train_batch_size": 3}
+    found = ranks(2).run(train_on_rank, str(tmp_path / "two"), two, timeout_s=300)
+    one = {**given, "per_device_train_batch_size": 6}
+    expected, _, model = train_alone(tmp_path / "one", one)
+    for losses, _ in found:
+        check(losses, expected)
+    check_saved(tmp_path / "two", model)
+
+
+CASES = {
+    "plain": {},
+    "four micro-batches": {"gradient_accumulation_steps": 4},
+    "not clipped": {"max_grad_norm": 0},
+    "clipped hard": {"max_grad_norm": 0.01},
+    "warmup, cosine": {"lr_scheduler_type": "cosine", "warmup_steps": 2},
+    "SGD": {"optim": "sgd"},
+    "checkpointed": {"activation_checkpointing": True},
+    "labels smoothed": {"label_smoothing_factor": 0.1},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", (2, 3))
+@pytest.mark.parametrize("case", CASES)
+def test_every_way_to_train(case, num_ranks, ranks, tmp_path):  # noqa: F811
+    given = {"num_train_epochs": 2, **CASES[case]}
+    batch = 12 // given.get("gradient_accumulation_steps", 1)
+    if batch % num_ranks:
+        batch = 3
+    apart = {**given, "per_device_train_batch_size": batch // num_ranks}
+    found = ranks(num_ranks).run(train_on_rank, str(tmp_path / "several"), apart, timeout_s=300)
+    one = {**given, "per_device_train_batch_size": batch}
+    expected, _, model = train_alone(tmp_path / "one", one)
+    for losses, _ in found:
+        check(losses, expected)
+    check_saved(tmp_path / "several", model)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("zero", ({"lowering": "inductor"}, {"stage": 1}, {"offload": "optimizer"}))
+def test_options_of_the_backend(zero, ranks, tmp_path):  # noqa: F811
+    two = {"per_device_train_batch_size": 3}
+    found = ranks(2).run(train_on_rank, str(tmp_path / "two"), two, zero, timeout_s=600)
+    expected, _, _ = train_alone(tmp_path / "one", {"per_device_train_batch_size": 6})
+    check(found[0][0], expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", (1, 3, 4))
+def test_a_checkpoint_of_two_ranks_is_resumed_on_others(num_ranks, ranks, tmp_path):  # noqa: F811
+    given = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 3}
+    two = {**given, "per_device_train_batch_size": 6}
+    whole, _ = ranks(2).run(train_on_rank, str(tmp_path / "two"), two, timeout_s=300)[0]
+    apart = {**given, "per_device_train_batch_size": 12 // num_ranks}
+    checkpoint = str(tmp_path / "two" / "checkpoint-3")
+    settings = str(tmp_path / "others"), apart, None, checkpoint
+    resumed, _ = ranks(num_ranks).run(train_on_rank, *settings, timeout_s=300)[0]
+    check(resumed, whole)
+
+
+@pytest.mark.nightly
+def test_the_place_in_the_data_is_one_in_samples(ranks, tmp_path):  # noqa: F811
+    """Four ranks make half as many steps of an epoch as two."""
+    given = {
+        "num_train_epochs": 2,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "per_device_train_batch_size": 3,
+        "lr_scheduler_type": "linear",
+    }
+    ranks(2).run(train_on_rank, str(tmp_path / "two"), given, timeout_s=300)
+    checkpoint = str(tmp_path / "two" / "checkpoint-4")  # where the first epoch ends
+    settings = str(tmp_path / "four"), given, None, checkpoint
+    resumed, _ = ranks(4).run(train_on_rank, *settings, timeout_s=300)[0]
+    rates = [rate for *_, rate in resumed]
+    assert rates == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2]), "two before, two to go"
+
+
+@pytest.mark.nightly
+def test_evaluations_and_the_best_model(ranks, tmp_path):  # noqa: F811
+    given = {
+        "num_train_epochs": 3,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "learning_rate": 0.3,  # so that the last is not the best
+    }
+    two = {**given, "per_device_train_batch_size": 3, "per_device_eval_batch_size": 4}
+    found = ranks(2).run(train_on_rank, str(tmp_path / "two"), two, None, None, 16, timeout_s=300)
+    one = {**given, "per_device_train_batch_size": 6, "per_device_eval_batch_size": 4}
+    expected, evaluated, model = train_alone(tmp_path / "one", one, 16)
+    assert min(evaluated) < evaluated[-1]
+    check(found[0][0], expected)
+    check(found[0][1], evaluated)
+    check_saved(tmp_path / "two", model)
+
+
+class Stops(TrainerCallback):
+    def __init__(self, at):
+        self.at, self.norms = at, []
+
+    def on_step_end(self, args, state, control, **named):
+        control.should_training_stop = state.global_step >= self.at
+
+    def on_log(self, args, state, control, logs=None, **named):
+        self.norms.append((logs or {}).get("grad_norm"))
+
+
+@pytest.mark.slow(reason="trains through Trainer")
+def test_callbacks_see_and_stop_the_training(tmp_path):
+    seen = Stops(2)
+    trainer = ZeroTrainer(
+        built(),
+        arguments(tmp_path, per_device_train_batch_size=3),
+        train_dataset=rows(),
+        callbacks=[seen],
+        zero={"lowering": "eager"},
+    )
+    assert trainer.train().global_step == 2
+    assert all(norm > 0 for norm in seen.norms[:2])
+
+
+REFUSED = {
+    "fp16": ({"fp16": True}, "fp16.*bf16=True"),
+    "auto_find_batch_size": ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    "8-bit optimizer": ({"optim": "adamw_bnb_8bit"}, "optim.*adamw_bnb_8bit"),
+    "compiled by Trainer": ({"torch_compile": True}, "torch_compile.*compiled already"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_go_together_is_named_when_it_is_made(case, tmp_path):
+    given, words = REFUSED[case]
+    with pytest.raises(ValueError, match=words):
+        ZeroTrainer(built(), arguments(tmp_path, **given), train_dataset=rows())
+
+
+def test_a_model_that_is_sharded_already_is_refused(tmp_path):
+    model = built()
+    kind = type(model.lm_head)
+    model.lm_head.__class__ = type("FSDPLinear", (FSDPModule, kind), {})
+    with pytest.raises(ValueError, match="wrapped in FSDPModule already"):
+        ZeroTrainer(model, arguments(tmp_path), train_dataset=rows())
+
+
+def test_the_averaging_around_a_model_is_left_out(tmp_path):
+    model = built()
+    trainer = ZeroTrainer(nn.DataParallel(model), arguments(tmp_path), train_dataset=rows())
+    assert trainer.model is model
+
+
+def test_the_backend_may_be_named_in_the_arguments(tmp_path):
+    given = arguments(tmp_path, torch_compile_backend="zero")
+    trainer = ZeroTrainer(built(), given, train_dataset=rows())
+    assert not trainer.args.torch_compile
+    assert given.torch_compile, "the user's own stay as they are"

@@ -1,0 +1,87 @@
+"""Trainer of transformers, on ranks and alone, with data whose rows count for more or less."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
+
+import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+
+CLASSES, LENGTH, ROWS = 61, 12, 24
+
+
+def built(**settings: Any) -> LlamaForCausalLM:
+    set_seed(0)
+    config = LlamaConfig(
+        **{
+            "vocab_size": CLASSES,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 32,
+            "use_cache": False,
+            **settings,
+        }
+    )
+    return LlamaForCausalLM(config)
+
+
+def rows(number: int = ROWS) -> list[dict[str, torch.Tensor]]:
+    """Texts of which other shares of tokens count."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(number):
+        tokens = torch.randint(CLASSES, (LENGTH,), generator=generator)
+        labels = tokens.clone()
+        labels[: int(torch.randint(LENGTH - 2, (1,), generator=generator))] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def arguments(folder: Any, **given: Any) -> TrainingArguments:
+    return TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "num_train_epochs": 1,
+            "learning_rate": 1e-2,
+            "weight_decay": 0.01,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            **given,
+        }
+    )
+
+
+@contextlib.contextmanager
+def as_torchrun() -> Iterator[None]:
+    """Have the environment of a rank that torchrun has started, for Accelerate."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    names |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1, "ACCELERATE_USE_CPU": "true"}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+
+
+def logged(trainer: Any, *names: str) -> list[tuple[float, ...]]:
+    """Return what was logged of each step."""
+    history = [entry for entry in trainer.state.log_history if names[0] in entry]
+    return [tuple(float(entry[name]) for name in names) for entry in history]

@@ -1,0 +1,1 @@
+"""Ways in for those who train through another library, each an extra of its own."""
