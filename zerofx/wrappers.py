@@ -7,7 +7,9 @@ that updates at every second call does so.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,16 +52,17 @@ def unwrapped(optimizer: Any) -> Any:
 class WrappersMet:
     """The optimizers of which a step has its own methods, and not an update: wrappers, mostly.
 
-    It is called with each of these, and with each module that the step calls; it returns the module
-    that is called instead.
+    It is called with each of these, and with each module that the step calls and the names of what
+    that is given; it returns the module that is called instead.
     Raises: StepError for those that cannot be traced.
     """
 
     def __init__(self) -> None:
         self._found: dict[str, None] = {}
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Any, names: Iterable[str] = ()) -> Any:
         if isinstance(value, torch.nn.Module):
+            _prepare_recording(value, names)
             return self._without_averaging(value)
         name = type(value).__name__
         is_one = is_wrapper(value)
@@ -98,6 +101,21 @@ class WrappersMet:
             "`optimizer`), and do outside of the step what else they do."
             for found in self._found
         )
+
+
+def _prepare_recording(module: torch.nn.Module, names: Iterable[str]) -> None:
+    """Have a model of transformers record what is asked of it (``output_attentions``).
+
+    It adds hooks for that when it is first asked, under a lock, which cannot be traced.
+    """
+    recording = sys.modules.get("transformers.utils.output_capturing")
+    config = getattr(module, "config", None)
+    if recording is None or config is None:
+        return
+    kinds = getattr(recording, "_CAN_RECORD_REGISTRY", {}).get(module) or ()
+    asked = {f"output_{kind}" for kind in kinds}
+    if not asked.isdisjoint(names) or any(getattr(config, name, False) for name in asked):
+        recording.maybe_install_capturing_hooks(module)
 
 
 def _refuse_sharded(module: torch.nn.Module) -> None:

@@ -72,7 +72,7 @@ Patch = contextlib.AbstractContextManager[Any]
 
 @contextlib.contextmanager
 def whole_step_tracing(
-    backend: Any, substitutes: Substitutes, met: Callable[[Any], Any] = lambda value: value
+    backend: Any, substitutes: Substitutes, met: Callable[..., Any] = lambda value, *_: value
 ) -> Iterator[None]:
     """Make Dynamo hand over forward, backward and update as one graph, for ``backend`` only.
 
@@ -80,8 +80,9 @@ def whole_step_tracing(
     traced (``trace_autograd_ops``), the given methods of optimizers and scalers are traced from
     their substitutes, a loss may be returned undetached, log calls are left out, and a graph
     break is an error.  Everything is put back when a compilation ends, so that other backends see
-    torch as it is.  ``met`` is called with modules that are called, and returns those to call in
-    their place; and with optimizers whose own methods are traced.  What it raises goes to the user.
+    torch as it is.  ``met`` is called with modules that are called and the names of arguments, and
+    returns the modules to call in their place; and with optimizers whose own methods are traced.
+    What it raises goes to the user.
     """
     handler = torch._dynamo.callback.callback_handler
     undo: list[contextlib.ExitStack] = []
@@ -147,7 +148,7 @@ def _logging_functions() -> set[Callable[..., Any]]:
 
 
 def _substituting(
-    variable_class: type, backend: Any, substitutes: Substitutes, met: Callable[[Any], Any]
+    variable_class: type, backend: Any, substitutes: Substitutes, met: Callable[..., Any]
 ) -> Patch:
     """Answer attribute look-ups of the substituted methods with the substitutes.
 
@@ -218,15 +219,15 @@ def _function_for(
     return substitute if is_scheduled or getattr(instead, "__func__", instead) is own else None
 
 
-def _telling(met: Callable[[Any], Any], value: Any) -> Any:
+def _telling(met: Callable[..., Any], *values: Any) -> Any:
     """Call ``met``, and have Dynamo let through what it raises."""
     try:
-        return met(value)
+        return met(*values)
     except Exception as error:
         raise pass_through_dynamo(error) from None
 
 
-def _seeing_modules(backend: Any, met: Callable[[Any], Any]) -> Patch:
+def _seeing_modules(backend: Any, met: Callable[..., Any]) -> Patch:
     """Call in the place of each module that is called what ``met`` returns, for ``backend``.
 
     That is the module, or the one that it has as ``module``.
@@ -234,7 +235,7 @@ def _seeing_modules(backend: Any, met: Callable[[Any], Any]) -> Patch:
     original = UnspecializedNNModuleVariable.call_function
 
     def call_function(self, tx, args, kwargs):
-        if backend_in_use(tx) is backend and _telling(met, self.value) is not self.value:
+        if backend_in_use(tx) is backend and _telling(met, self.value, kwargs) is not self.value:
             return self.var_getattr(tx, "module").call_function(tx, args, kwargs)
         return original(self, tx, args, kwargs)
 
