@@ -28,6 +28,7 @@ from zerofx import compat
 from zerofx.accelerator import free_bytes, is_accelerator
 from zerofx.capture import substitutes
 from zerofx.capture.checks import refuse_reads_of_states
+from zerofx.capture.refusals import explained
 from zerofx.capture.step import CapturedStep, StepCapture
 from zerofx.compiler.best import Choice, Search, agreed
 from zerofx.compiler.choices import choose, stopped
@@ -66,12 +67,6 @@ AT_ONCE_TIMEOUT_S = 1800.0
 PAUSE = 2.0
 """How long a step that runs operator by operator waits, times the last one, where ranks have no
 second core each: what compiles needs the same one, and a step is to take no more than three."""
-
-GRAPH_BREAK = (
-    "zerofx compiles the whole step (forward, backward, clipping, update) as one program, and the "
-    "line above cannot be traced into it. Move it out of the step, or write it with torch "
-    "operations: log after the call, from what the step returns."
-)
 
 RAN_EAGERLY = (
     "torch has compiled nothing of this function and run it eagerly: it is marked with "
@@ -179,7 +174,9 @@ class CompiledFunction:
         finally:
             REGISTRY.exit_call()
             self.backend.active.function = previous
-            compat.dynamo.explain_refusal(GRAPH_BREAK + wrappers.words(), RECOMPILE_LIMIT)
+            compat.dynamo.explain_refusal(
+                lambda message: explained(message, wrappers.words()), RECOMPILE_LIMIT
+            )
 
     def called(self) -> None:
         """Note that a call has gone through: a rank without data may do so again."""

@@ -255,7 +255,7 @@ class Replaces(EverySecond):
 def test_methods_that_cannot_be_traced_are_named(wrap, words):
     with pytest.raises(Unsupported) as told:
         train(wrap, 3)
-    assert any(re.search(words, note) for note in told.value.__notes__)
+    assert re.search(words, str(told.value))
 
 
 def test_what_a_step_sets_on_an_optimizer_stays():

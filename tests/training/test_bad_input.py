@@ -251,7 +251,7 @@ def lbfgs_step(model, optimizer, x, y):
     return optimizer.step(closure)
 
 
-BREAK = ("{line}", GRAPH_BREAK, "Move it out of the step")
+BREAK = ("{line}", GRAPH_BREAK, "What torch says of it")
 HOOKS = ("'head.weight' has gradient hooks", "Remove them")
 DRIFT = ("{line}", "differ between ranks", "use only averaged gradients")
 

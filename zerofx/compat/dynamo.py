@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -200,14 +201,11 @@ def pass_through_dynamo(error: Exception) -> Exception:
     return copy.with_traceback(error.__traceback__)
 
 
-def explain_refusal(graph_break: str, recompile_limit: str) -> None:
-    """Add words to Dynamo's refusal on its way to the user, if there is one."""
+def explain_refusal(explained: Callable[[str], str], recompile_limit: str) -> None:
+    """Rewrite Dynamo's refusal on its way to the user, if there is one; or add words to it."""
     error = sys.exc_info()[1]
     if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-        words = recompile_limit
+        if recompile_limit not in getattr(error, "__notes__", ()):
+            error.add_note(recompile_limit)
     elif isinstance(error, torch._dynamo.exc.Unsupported):
-        words = graph_break
-    else:
-        return
-    if words not in getattr(error, "__notes__", ()):
-        error.add_note(words)
+        error.args = (explained(str(error)), *error.args[1:])
