@@ -25,7 +25,8 @@ from zerofx.report.read import read
 NEEDED = tuple(
     step.name
     for step in rewrites(PIPELINE)
-    if not step.optional and step.name not in ("normalize", "global_loss", "data_parallel")
+    if step.option not in SWITCHED
+    and step.name not in ("normalize", "global_loss", "data_parallel")
 )
 """The passes that the stage and offloads call for; ``stop_after`` does without them."""
 

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 from zerofx.errors import CommandError
-from zerofx.options import environment
+from zerofx.options import OPTIONS, environment
 from zerofx.passes.pipeline import PIPELINE
 
-SWITCHED = tuple(dict.fromkeys(step.option for step in PIPELINE if step.optional))
-"""Passes that can be turned off: the optional ones in their order, then lowering's."""
+SWITCHED = tuple(
+    dict.fromkeys(step.option for step in PIPELINE if step.optional or step.name in OPTIONS)
+)
+"""Passes that can be turned off, by the options that do so, in their order; then lowering's."""
 
 GRACE_S = 40.0
 """A command that was told to end has so long to do it: torchrun gives its workers 30 s."""

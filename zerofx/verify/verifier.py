@@ -166,6 +166,8 @@ def _gathers_are_freed(graph: fx.Graph, table: ParameterTable) -> None:
 
 def _goes_over_all_that_is_cut(wait: fx.Node, table: ParameterTable) -> None:
     """Check that a gather goes the way of reductions back: shards lie so."""
+    if not isinstance(wait.args[0].args[0], fx.Node):
+        raise broken(wait, f"waits for {wait.args[0].name}, which gathers no shard.")
     axes = [ops.argument(hop, "axis") for hop in ops.hops_of(wait)]
     mesh = recorded(wait.graph).mesh or Mesh()
     hops = mesh.hops
