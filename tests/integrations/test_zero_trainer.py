@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
@@ -151,6 +152,32 @@ def test_evaluations_and_the_best_model(ranks, tmp_path):  # noqa: F811
     check(found[0][0], expected)
     check(found[0][1], evaluated)
     check_saved(tmp_path / "two", model)
+
+
+def adapted():
+    torch.manual_seed(1)
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights="gaussian")
+    return get_peft_model(built(), config)
+
+
+@pytest.mark.nightly
+def test_adapters_are_trained_saved_and_resumed(ranks, tmp_path):  # noqa: F811
+    given = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "optim": "sgd"}
+    given |= {"learning_rate": 1.0}
+    two = {**given, "per_device_train_batch_size": 3}
+    settings = two, None, None, 0, adapted
+    found, _ = ranks(2).run(train_on_rank, str(tmp_path / "two"), *settings, timeout_s=300)[0]
+    one = {**given, "per_device_train_batch_size": 6}
+    expected, _, model = train_alone(tmp_path / "one", one, build=adapted)
+    check(found, expected)
+    written = {path.name for path in (tmp_path / "two").iterdir()}
+    assert "adapter_model.safetensors" in written and "model.safetensors" not in written
+    saved = PeftModel.from_pretrained(built(), tmp_path / "two").state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-6)
+    settings = two, None, str(tmp_path / "two" / "checkpoint-2"), 0, adapted
+    again, _ = ranks(2).run(train_on_rank, str(tmp_path / "again"), *settings, timeout_s=300)[0]
+    check(again, expected)
 
 
 class Stops(TrainerCallback):
