@@ -7,10 +7,17 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
 
 from tests.kit.ranks import ranks_fixture  # noqa: F401
-from tests.kit.trainers import arguments, as_torchrun, built, logged, rows
+from tests.kit.trainers import CLASSES, arguments, as_torchrun, built, logged, rows
 from zerofx.integrations.transformers import ZeroTrainer
 
 SEEN = ("loss", "grad_norm", "learning_rate")
@@ -178,6 +185,35 @@ def test_adapters_are_trained_saved_and_resumed(ranks, tmp_path):  # noqa: F811
     settings = two, None, str(tmp_path / "two" / "checkpoint-2"), 0, adapted
     again, _ = ranks(2).run(train_on_rank, str(tmp_path / "again"), *settings, timeout_s=300)[0]
     check(again, expected)
+
+
+def of_experts():
+    """Of so many experts that most have no token on a rank."""
+    set_seed(0)
+    config = MixtralConfig(
+        vocab_size=CLASSES,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=32,
+        num_experts_per_tok=1,
+        use_cache=False,
+    )
+    return MixtralForCausalLM(config)
+
+
+@pytest.mark.nightly
+def test_a_thousand_steps_of_experts_that_a_rank_does_not_use(ranks, tmp_path):  # noqa: F811
+    given = {"max_steps": 1000, "per_device_train_batch_size": 1, "learning_rate": 1e-3}
+    settings = given, None, None, 0, of_experts
+    found = ranks(2).run(train_on_rank, str(tmp_path / "two"), *settings, timeout_s=900)
+    one = {**given, "per_device_train_batch_size": 2}
+    expected, _, _ = train_alone(tmp_path / "one", one, build=of_experts)
+    for losses, _ in found:
+        assert len(losses) == 1000
+        check(losses[:20], expected[:20])  # later, another expert may be chosen for rounding
 
 
 class Stops(TrainerCallback):

@@ -225,13 +225,14 @@ class Samples:
 
     def _pointwise(self, node: fx.Node) -> Value:
         dims = self._broadcast(node)
-        inputs = list(map(self.of, _sources(node)))
+        inputs, name = list(map(self.of, _sources(node))), _name(node)
+        if name == "div" and _is_users(node.args[1]) and self.of(node.args[1]).degrees == _ONE:
+            return Value(Kind.TOTAL, dims)  # the user says what it is divided by
         for value in inputs:
             if value.kind == Kind.MIXED:
                 return replace(value, dims=dims)
         if all(value.is_plain for value in inputs):
             return Value(Kind.SAMPLES, dims)
-        name = _name(node)
         if name in _LINEAR:
             return replace(self.of(node.args[0]), dims=dims)
         if name == "reciprocal" and inputs[0].is_marked:
@@ -270,8 +271,6 @@ class Samples:
         """``a * b`` or ``a / b``, of which one is linear in the batch and the other a factor."""
         first, second = (self.of(argument) for argument in node.args[:2])
         is_division = _name(node) == "div"
-        if is_division and second.is_marked and second.degrees == _ONE and _is_users(node.args[1]):
-            return Value(Kind.TOTAL, dims)  # the user says what it is divided by
         if not is_division and _is_factor(first) and not _is_factor(second):
             first, second = second, first
         if not _is_factor(second):
@@ -728,7 +727,17 @@ def _is_factor(value: Value) -> bool:
 
 
 def _is_users(node: Any) -> bool:
-    return node.target is ops.count and node.args[1] in ("local", "global")
+    """Return whether a divisor is a count that the user gives, converted or bounded maybe."""
+    while isinstance(node, fx.Node) and node.args:
+        if node.target is ops.count and node.args[1] in ("local", "global"):
+            return True
+        if node.target is not ops.count and _name(node) not in _CONVERSIONS:
+            break
+        node = node.args[0]
+    return False
+
+
+_CONVERSIONS = ("_to_copy", "to", "clone", "detach", "alias", "clamp", "clamp_min", "view")
 
 
 def _is_whole_number(value: Value) -> bool:
