@@ -161,6 +161,17 @@ def test_evaluations_and_the_best_model(ranks, tmp_path):  # noqa: F811
     check_saved(tmp_path / "two", model)
 
 
+@pytest.mark.nightly
+def test_autocast_is_trainers_to_its_precision(ranks, tmp_path):  # noqa: F811
+    two = {"per_device_train_batch_size": 3, "bf16": True}
+    found, _ = ranks(2).run(train_on_rank, str(tmp_path / "two"), two, timeout_s=300)[0]
+    expected, _, _ = train_alone(tmp_path / "one", {**two, "per_device_train_batch_size": 6})
+    exact, _, _ = train_alone(tmp_path / "exact", {"per_device_train_batch_size": 6})
+    losses = [torch.tensor([loss for loss, *_ in each]) for each in (found, expected, exact)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=2e-3, atol=0)
+    assert not torch.allclose(losses[0], losses[2], rtol=1e-6), "it was rounded"
+
+
 def adapted():
     torch.manual_seed(1)
     config = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights="gaussian")
