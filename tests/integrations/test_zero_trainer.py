@@ -123,6 +123,17 @@ def test_a_checkpoint_of_two_ranks_is_resumed_on_others(num_ranks, ranks, tmp_pa
 
 
 @pytest.mark.nightly
+def test_an_epoch_whose_last_update_has_fewer_micro_batches_is_resumed(ranks, tmp_path):  # noqa: F811
+    given = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1}
+    given |= {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}  # three and one
+    whole, _ = ranks(2).run(train_on_rank, str(tmp_path / "whole"), given, timeout_s=300)[0]
+    checkpoint = str(tmp_path / "whole" / "checkpoint-1")
+    settings = str(tmp_path / "again"), given, None, checkpoint
+    resumed, _ = ranks(2).run(train_on_rank, *settings, timeout_s=300)[0]
+    check(resumed, whole)
+
+
+@pytest.mark.nightly
 def test_the_place_in_the_data_is_one_in_samples(ranks, tmp_path):  # noqa: F811
     """Four ranks make half as many steps of an epoch as two."""
     given = {

@@ -1,9 +1,10 @@
-"""What other libraries' folders have of a model, written without any rank having it whole."""
+"""Write a model as other libraries read it, without any rank having it whole."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -50,3 +51,9 @@ def meet() -> None:
     """Wait for all ranks."""
     if dist.is_initialized():
         dist.barrier()
+
+
+def is_peft(model: object) -> bool:
+    """Return whether a model is one of peft's, of which the adapters are saved."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)

@@ -19,10 +19,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
-from transformers.utils import is_peft_available
 
 import zerofx
-from zerofx.integrations.saving import export_into, meet, trained_values
+from zerofx.integrations.saving import export_into, is_peft, meet, trained_values
 
 CHECKPOINT = "zero"
 """The folder in a checkpoint of Trainer's that has what the ranks have written themselves."""
@@ -54,7 +53,7 @@ class ZeroTrainer(Trainer):
         self._norm: torch.Tensor | None = None
         self._is_whole = True  # what the model's parameters are between calls
         super().__init__(_plain(model), *others, **named)
-        if _is_peft(self.model) and self.args.load_best_model_at_end and self.args.save_only_model:
+        if is_peft(self.model) and self.args.load_best_model_at_end and self.args.save_only_model:
             raise ValueError(
                 "ZeroTrainer loads the best adapters from a whole checkpoint: leave "
                 "save_only_model out, or load_best_model_at_end."
@@ -172,11 +171,11 @@ class ZeroTrainer(Trainer):
         Of a model of peft the adapters are written, whole.
         """
         folder = Path(output_dir or self.args.output_dir)
-        is_peft = _is_peft(self.model)
-        state = trained_values(self.model) if is_peft else {}
+        has_adapters = is_peft(self.model)
+        state = trained_values(self.model) if has_adapters else {}
         if self.args.should_save:
             super()._save(str(folder), state_dict=state)
-        if not is_peft:
+        if not has_adapters:
             export_into(folder, self.model, self.args.should_save)
         meet()
         if self.args.push_to_hub and not _internal_call:
@@ -184,7 +183,7 @@ class ZeroTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         path = Path(output_dir) / CHECKPOINT
-        optimizer, trainable_only = self.optimizer.optimizer, _is_peft(self.model)
+        optimizer, trainable_only = self.optimizer.optimizer, is_peft(self.model)
         zerofx.save(path, self.model, optimizer, trainable_only=trainable_only).wait()
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
@@ -214,6 +213,11 @@ class ZeroTrainer(Trainer):
         else:
             zerofx.load_safetensors(best, self.model)
 
+    def set_initial_training_values(self, *arguments: Any) -> tuple:
+        values = super().set_initial_training_values(*arguments)
+        self._steps_in_epoch = values[5]
+        return values
+
     def _init_training_state(
         self,
         max_steps: int,
@@ -228,13 +232,12 @@ class ZeroTrainer(Trainer):
         )
         if resume_from_checkpoint is None or not self.state.epoch:
             return begin
-        steps = round(self.state.epoch * num_update_steps_per_epoch)
+        epoch, share = divmod(self.state.epoch, 1)
+        micro_batches = self.args.gradient_accumulation_steps
+        steps = round(share * self._steps_in_epoch) // micro_batches
         if self.args.max_steps <= 0:  # it ends with an epoch, whose steps are others now
-            self.state.global_step = steps
-        epoch, steps = divmod(steps, num_update_steps_per_epoch)
-        if self.args.ignore_data_skip:
-            return epoch, 0
-        return epoch, steps * self.args.gradient_accumulation_steps
+            self.state.global_step = int(epoch) * num_update_steps_per_epoch + steps
+        return int(epoch), 0 if self.args.ignore_data_skip else steps * micro_batches
 
 
 class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
@@ -290,11 +293,3 @@ def _plain(model: Any) -> Any:
                 f"The model is wrapped in {kind.__name__} already: give ZeroTrainer the plain one."
             )
     return model
-
-
-def _is_peft(model: Any) -> bool:
-    if not is_peft_available():
-        return False
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)
