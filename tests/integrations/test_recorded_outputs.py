@@ -1,4 +1,4 @@
-"""What transformers' models record of their layers when asked: states, attentions, routers."""
+"""Models of transformers record states, attentions and routers in a compiled step."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ WHOLE = (
 
 
 class _Cause(NamedTuple):
-    """What torch's words look like, and what they mean for a step."""
+    """Says in a step's terms what torch's words mean, which a pattern finds."""
 
     pattern: str
     reason: str

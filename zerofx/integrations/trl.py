@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from trl import SFTTrainer
 
+import zerofx
 from zerofx.integrations.transformers import ZeroTrainer
 
 
@@ -59,7 +60,7 @@ class ZeroSFTTrainer(ZeroTrainer, SFTTrainer):
         if self.aux_loss_enabled:
             seen["aux_loss"] = outputs.aux_loss.detach()
             steps = 1 if count is None else self.current_gradient_accumulation_steps
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
+            loss = loss + self.router_aux_loss_coef * zerofx.per_rank(outputs.aux_loss) / steps
         return loss, seen
 
     def measure(self, inputs: dict[str, Any], seen: Any) -> None:
