@@ -104,3 +104,8 @@ def test_what_needs_more_of_trls_code_is_refused(name, value, tmp_path):
     given = config(tmp_path, **{name: value})
     with pytest.raises(ValueError, match=name):
         ZeroSFTTrainer(small(), given, train_dataset=texts(), processing_class=tokenizer())
+
+
+def test_a_loss_of_ones_own_is_refused_with_where_to_write_it(tmp_path):
+    with pytest.raises(ValueError, match="compute_loss_func.*override loss_and_seen"):
+        ZeroSFTTrainer(small(), config(tmp_path), compute_loss_func=lambda *_: None)

@@ -278,6 +278,22 @@ def test_what_does_not_go_together_is_named_when_it_is_made(case, tmp_path):
         ZeroTrainer(built(), arguments(tmp_path, **given), train_dataset=rows())
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    (
+        ("fsdp", "full_shard"),
+        ("deepspeed", {"zero_optimization": {"stage": 3}}),
+        ("parallelism_config", object()),
+        ("n_gpu", 2),
+    ),
+)
+def test_another_way_to_use_several_devices_is_named_when_it_is_made(name, value, tmp_path):
+    given = arguments(tmp_path)
+    setattr(given, "_n_gpu" if name == "n_gpu" else name, value)
+    with pytest.raises(ValueError, match=f"cannot train with `{name}"):
+        ZeroTrainer(built(), given, train_dataset=rows())
+
+
 def test_a_model_that_is_sharded_already_is_refused(tmp_path):
     model = built()
     kind = type(model.lm_head)

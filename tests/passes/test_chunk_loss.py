@@ -367,7 +367,7 @@ def test_how_many_chunks_there_are(length, options, chunks):
 
 
 def attack(loss_of, *more, number=3, dtype=torch.float32):
-    """Whether a step is the same in chunks, and whether it is in any."""
+    """Return whether a step computes the same in chunks, and whether it is in any."""
     torch.manual_seed(0)
     model = Model().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
