@@ -4,25 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, set_seed
 
-from tests.kit.trainers import CLASSES, built
-
-
-def of_experts(**settings):
-    set_seed(0)
-    config = MixtralConfig(
-        vocab_size=CLASSES,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=3,
-        use_cache=False,
-        **settings,
-    )
-    return MixtralForCausalLM(config)
+from tests.kit.trainers import CLASSES, built, of_experts
 
 
 def train(build, asked, configured, compiles):

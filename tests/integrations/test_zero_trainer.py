@@ -9,15 +9,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     Trainer,
     TrainerCallback,
-    set_seed,
 )
 
 from tests.kit.ranks import ranks_fixture  # noqa: F401
-from tests.kit.trainers import CLASSES, arguments, as_torchrun, built, logged, rows
+from tests.kit.trainers import arguments, as_torchrun, built, logged, of_experts, rows
 from zerofx.integrations.transformers import ZeroTrainer
 
 SEEN = ("loss", "grad_norm", "learning_rate")
@@ -207,23 +204,6 @@ def test_adapters_are_trained_saved_and_resumed(ranks, tmp_path):  # noqa: F811
     settings = two, None, str(tmp_path / "two" / "checkpoint-2"), 0, adapted
     again, _ = ranks(2).run(train_on_rank, str(tmp_path / "again"), *settings, timeout_s=300)[0]
     check(again, expected)
-
-
-def of_experts():
-    """Of so many experts that most have no token on a rank."""
-    set_seed(0)
-    config = MixtralConfig(
-        vocab_size=CLASSES,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=32,
-        num_experts_per_tok=1,
-        use_cache=False,
-    )
-    return MixtralForCausalLM(config)
 
 
 @pytest.mark.nightly

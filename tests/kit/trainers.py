@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainingArguments,
+    set_seed,
+)
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 
@@ -32,6 +39,26 @@ def built(**settings: Any) -> LlamaForCausalLM:
         }
     )
     return LlamaForCausalLM(config)
+
+
+def of_experts(**settings: Any) -> MixtralForCausalLM:
+    """Of so many experts that most have no token on a rank."""
+    set_seed(0)
+    config = MixtralConfig(
+        **{
+            "vocab_size": CLASSES,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 1,
+            "use_cache": False,
+            **settings,
+        }
+    )
+    return MixtralForCausalLM(config)
 
 
 def rows(number: int = ROWS) -> list[dict[str, torch.Tensor]]:
