@@ -251,16 +251,23 @@ def _expand(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> St
 
 def _transpose(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
     source = node.args[0]
-    dims = sorted(dim % 2 for dim in node.args[1:]) if len(shape_of(node)) == 2 else []
     known_rows = known.get(source, wanted)
     is_matrix = len(shape_of(node)) == 2 and known_rows in (Rows(0, 1), Rows(1, 0))
-    if dims not in ([], [0, 1]) or not is_matrix:
+    if not is_matrix or not _swaps(node):
         raise NotByTokensError(
             "it puts tokens behind something else, as in cross_entropy(logits.transpose(1, 2), y): "
             "write cross_entropy(logits.flatten(0, 1), y.flatten())"
         )
     before = known[source] if source in known else Rows(wanted.trail, wanted.lead)  # type: ignore[union-attr]
     return Step({source: before}, Rows(before.trail, before.lead), _again(node))
+
+
+def _swaps(node: fx.Node) -> bool:
+    """Return whether the two dimensions of a matrix change places."""
+    name = _name(node)
+    if name == "permute":
+        return [dim % 2 for dim in node.args[1]] == [1, 0]
+    return name == "t" or {dim % 2 for dim in node.args[1:]} == {0, 1}
 
 
 def _product(node: fx.Node, known: Known, tokens: int, wanted: Rows | None) -> Step:
@@ -461,7 +468,7 @@ _RULES: dict[Any, Callable[[fx.Node, Known, int, Rows | None], Step]] = {
     ),
     aten.expand: _expand,
     aten.binary_cross_entropy_with_logits: _elements_loss,
-    **dict.fromkeys((aten.t, aten.transpose), _transpose),
+    **dict.fromkeys((aten.t, aten.transpose, aten.permute), _transpose),
     **dict.fromkeys((aten.mm, aten.addmm), _product),
     **dict.fromkeys(
         (aten._softmax, aten._log_softmax, aten.gather, aten.scatter, aten.scatter_add), _along(1)

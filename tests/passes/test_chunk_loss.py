@@ -267,6 +267,10 @@ def transposed(logits, y):
     return F.cross_entropy(logits.transpose(1, 2), y)
 
 
+def permuted(logits, y):
+    return F.cross_entropy(logits.permute(0, 2, 1), y)
+
+
 def returned(logits, y):
     return flat(logits, y), logits
 
@@ -285,6 +289,7 @@ def mixed(logits, y):
 
 REFUSED = {
     transposed: r"it puts tokens behind something else.*flatten\(0, 1\)",
+    permuted: r"it puts tokens behind something else.*flatten\(0, 1\)",
     returned: "the step returns what has tokens x vocabulary elements",
     root: "a token's gradient depends on all tokens",
     dropped: "(bernoulli|dropout).*(draws random|is not known)",
@@ -417,6 +422,9 @@ def infinite_weight(model, x, y, mask):
 
 ATTACKS = {
     "tokens transposed": lambda model, x, y, mask: (each_of(model, x, y).t() * mask.t()).sum(),
+    "a matrix permuted by nothing": lambda model, x, y, mask: flat(
+        model(x)[:, :CLASSES].flatten(0, 1).permute(0, 1), y[:, :CLASSES]
+    ),
     "and dimensions named": lambda model, x, y, mask: (
         each_of(model, x, y).transpose(0, 1) * mask.t()
     ).sum(),

@@ -494,7 +494,7 @@ def given_and_moved(out, b):
 
 def given_globally_and_bounded(out, b):
     total = F.cross_entropy(*flat(out, b), reduction="sum")
-    number = torch.scalar_tensor(LABELS_OF_TWO)
+    number = torch.tensor(LABELS_OF_TWO)  # a constant of the traced program
     return total / zerofx.global_count(number).clamp(min=1)
 
 
@@ -605,6 +605,33 @@ def test_the_loss_and_its_scaled_aliases_are_returned_over_all_ranks(ranks):  # 
         assert doubled == pytest.approx(2 * expected, rel=2e-6)
         assert collectives, "one for the counts, one for the losses"
     assert found[0][2] != found[1][2], "any other result is the rank's own"
+
+
+def own_count():
+    torch.manual_seed(7)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(batch):
+        optimizer.zero_grad()
+        total = F.cross_entropy(*flat(model(batch["tokens"]), batch), reduction="sum")
+        mine = zerofx.local_count((batch["labels"] != -100).sum())
+        loss = total / mine
+        loss.backward()
+        optimizer.step()
+        return loss, mine, mine.clamp(min=1)
+
+    options = {"lowering": "eager", "stage": 0, "loss": "global"}
+    step = torch.compile(step, backend="zero", options=options)
+    loss, mine, bounded = step(batch_of(dist.get_rank()))
+    return loss.item(), mine.item(), bounded.item()
+
+
+def test_a_count_that_is_returned_stays_the_ranks_own(ranks):  # noqa: F811
+    (expected, *_), _ = train_alone("cross_entropy", 2, calls=1)
+    for rank, (loss, *counted) in enumerate(ranks(2).run(own_count)):
+        assert loss == pytest.approx(expected, rel=2e-6)
+        assert counted == [(batch_of(rank)["labels"] != -100).sum().item()] * 2
 
 
 def test_a_loss_of_many_numbers_is_refused():

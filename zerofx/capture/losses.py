@@ -18,7 +18,14 @@ from torch import fx
 
 from zerofx.errors import StepError
 from zerofx.ir import ops
-from zerofx.ir.graph import Builder, is_of_batch, may_be_batch, move_to_front
+from zerofx.ir.graph import (
+    Builder,
+    erase_unused,
+    is_backward,
+    is_of_batch,
+    may_be_batch,
+    move_to_front,
+)
 from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role
@@ -80,13 +87,16 @@ def spread_losses(gm: fx.GraphModule) -> None:
     for together in _alike(found):
         assert data is not None, "counts found are those of a loss"
         means |= _spread(builder, samples, together, data)
+    part_of_loss = set().union(*before.values())
     for count, mean in means.items():
-        if min(count.users) < mean:
+        readers = {user for user in count.users if is_backward(user) or user in part_of_loss}
+        if any(reader < mean for reader in readers):
             raise StepError(
                 "loss=global: a micro-batch's loss is divided by a count that is known only when a "
                 f"later one has been computed. {REMEDY}.\n  at {source_line(count)}"
             )
-        count.replace_all_uses_with(mean)
+        count.replace_all_uses_with(mean, readers.__contains__)
+    erase_unused(graph, means)
     for marker in [*graph.find_nodes(op="call_function", target=ops.count), *losses]:
         marker.replace_all_uses_with(marker.args[0])
         graph.erase_node(marker)

@@ -103,6 +103,12 @@ def count(number, of, total=None):
     return torch.empty_like(number)
 
 
+@torch.library.register_kernel(count, "cpu")
+def _count_constant(number, of, total=None):
+    """The number itself: tracing computes what is made of constants alone."""
+    return number.clone()
+
+
 @define("loss_part(Tensor value, str of, int backward=-1) -> Tensor", backward=(None, None))
 def loss_part(value, of, backward=-1):
     """Mark the ``loss`` of a call of backward, or a value that stays ``per_rank``."""
