@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -78,3 +80,48 @@ def test_one_input_is_written_over_once(steps):
 def test_products_and_attention_call_a_library(steps):
     assert calls_library(steps(aten.mm.default, steps.x, steps.x))
     assert not calls_library(steps(aten.sin.default, steps.x))
+
+
+def images(channels: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(2, channels, 8, 8, dtype=dtype)
+
+
+def test_a_convolution_reads_its_operands_with_their_channels_last(steps):
+    steps.x.meta["val"] = images()
+    weight = steps(aten.sin.default, steps.x)
+    weight.meta["val"] = torch.empty(5, 3, 3, 3)
+    convolution = steps(aten.convolution.default, steps.x, weight)
+    steps(aten.convolution_backward.default, convolution, steps.x, weight)
+    fusion = Fusion(list(steps.graph.nodes))
+    assert fusion.layouts() == {convolution: {steps.x: (192, 1, 24, 3), weight: (27, 1, 9, 3)}}
+    assert fusion.is_copied(steps.x), "it is an input, and has its layout"
+    assert fusion.is_copied(weight), "the gradient reads it as it was made"
+
+
+def test_what_only_convolutions_read_is_made_with_its_channels_last(steps):
+    steps.x.meta["val"] = images()
+    sine = steps(aten.sin.default, steps.x)
+    sine.meta["val"] = images()
+    steps(aten.convolution.default, sine, steps.x)
+    assert not Fusion(list(steps.graph.nodes)).is_copied(sine)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widened"), ((torch.bfloat16, 4 * images().numel()), (torch.float32, None))
+)
+def test_a_batch_norm_widens_a_gradient_that_is_nowhere_in_memory(steps, dtype, widened):
+    gradient = steps(aten.sin.default, steps.x)
+    gradient.meta["val"] = images(dtype=dtype)
+    norm = steps(aten.native_batch_norm_backward.default, gradient, steps.x)
+    norm.meta["val"] = (images(dtype=dtype), torch.empty(3), torch.empty(3))
+    assert Fusion(list(steps.graph.nodes)).widened().get(norm) == widened
+
+
+def test_a_norm_that_is_computed_again_is_computed_where_it_is_read(steps):
+    norm = steps(aten._native_batch_norm_legit_functional.default, steps.x)
+    norm.meta["val"] = (torch.empty(64, 64), torch.empty(64))
+    first = steps(operator.getitem, norm, 0)
+    steps(aten.sin.default, first)
+    assert Fusion(list(steps.graph.nodes)).is_computed_where_read(norm)
+    steps(aten.cos.default, steps(operator.getitem, norm, 1))
+    assert not Fusion(list(steps.graph.nodes)).is_computed_where_read(norm)

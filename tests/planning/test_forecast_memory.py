@@ -62,6 +62,19 @@ class Head(nn.Module):
         return self.head(torch.tanh(self.embedding(tokens)))
 
 
+class Convolutions(nn.Module):
+    """One behind the other, so that what a layout costs is paid where their inputs are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.second, self.head = nn.Conv2d(8, 16, 3, stride=2), nn.Linear(16, 3)
+
+    def forward(self, images):
+        x = torch.relu(self.norm(self.first(images)))
+        return self.head(torch.relu(self.second(x)).mean((2, 3)))
+
+
 def narrow(model, *batch):
     with torch.autocast("cpu", torch.bfloat16):
         return squared_loss(model, *batch)
@@ -70,11 +83,25 @@ def narrow(model, *batch):
 MODELS = {
     **OTHERS,
     "narrow convolution": (ConvNet, narrow, lambda: images(0, 64)),
+    "convolutions": (Convolutions, squared_loss, lambda: images(0, 64)),
+    "narrow convolutions": (Convolutions, narrow, lambda: images(0, 64)),
     "recurrent": (lambda: Recurrent(nn.GRU), squared_loss, lambda: features(0, 256)),
     "dropout": (Encoder, language_loss, lambda: tokens(0, 16)),
     "many classes": (Head, language_loss, lambda: tokens(0, 256)),
     "many classes, tied": (lambda: Head(tied=True), language_loss, lambda: tokens(0, 256)),
 }
+
+
+NO_ESTIMATE = {
+    *(("recurrent", stage) for stage in STAGES),
+    *((name, 1) for name in ("convolutions", "narrow convolutions")),
+}
+"""Measured with Inductor: 9 to 17% more for the many small operators of a GRU; 16 and 26% more for
+convolutions whose forward and backward are one region, in which it keeps one activation more."""
+
+ESTIMATED = [
+    (name, stage) for name in MODELS for stage in STAGES if (name, stage) not in NO_ESTIMATE
+]
 
 
 def step_of(name: str) -> Callable:
@@ -156,13 +183,9 @@ def test_a_compiled_update_needs_nothing_beside_its_results(ranks, stage):  # no
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", (1, 2))
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"recurrent"}))
+@pytest.mark.parametrize(("name", "stage"), ESTIMATED)
 def test_a_compiled_step_allocates_about_what_the_plan_says(ranks, name, stage, world_size):  # noqa: F811
-    """Inductor orders a region's work itself, so it is an estimate: little more, or less.
-
-    Of the many small operators of a GRU it is none: 9 to 17% more have been measured.
-    """
+    """Inductor orders a region's work itself, so it is an estimate: little more, or less."""
     most = max(ranks(world_size).run(allocated, name, stage, "inductor"))
     planned = predicted(name, stage, world_size, "inductor")
     assert 0.96 * planned <= most <= 1.03 * planned + SCALARS

@@ -33,6 +33,7 @@ from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import Place
+from zerofx.ir.sizes import hinted_bytes
 from zerofx.options import Options
 from zerofx.passes.base import PassContext
 from zerofx.report.memory import Piece, alive, pieces_of
@@ -76,23 +77,30 @@ class Forecast:
             state_bytes=self.state_bytes,
             largest=True,
             own=self._own(),
-            fusion=Fusion(list(self.rewritten.gm.graph.nodes)) if self._is_compiled else None,
+            fusion=self._fusion,
         )
 
-    @property
-    def _is_compiled(self) -> bool:
-        return self.options.lowering == "inductor"
+    @cached_property
+    def _fusion(self) -> Fusion | None:
+        is_compiled = self.options.lowering == "inductor"
+        return Fusion(list(self.rewritten.gm.graph.nodes)) if is_compiled else None
 
     def _own(self) -> Mapping[fx.Node, Own]:
         """Return what operators allocate for themselves, as far as that is known."""
-        ctx, nodes = self.rewritten.ctx, self.rewritten.gm.graph.nodes
-        found: dict[fx.Node, Own] = {}
-        if all(info.device.type == "cpu" for info in ctx.table):
-            called = filter(calls_library, nodes) if self._is_compiled else nodes
-            found.update(own_bytes(called))
-        if self._is_compiled:  # one kernel, which needs nothing beside its results
-            found |= {node: Own(0) for node in nodes if node.target is ops.update}
-        return found
+        nodes, fusion = self.rewritten.gm.graph.nodes, self._fusion
+        is_cpu = all(info.device.type == "cpu" for info in self.rewritten.ctx.table)
+        if fusion is None:
+            return own_bytes(nodes) if is_cpu else {}
+        found = {node: Own(nbytes) for node, nbytes in fusion.widened().items()}
+        if is_cpu:
+            layouts = fusion.layouts()
+            found.update(own_bytes(filter(calls_library, nodes), layouts))
+            for node, operands in layouts.items():
+                copied = sum(hinted_bytes(one) for one in operands if fusion.is_copied(one))
+                during, kept = found.get(node, Own(0))
+                found[node] = Own(during + copied, kept)
+        # One kernel, which needs nothing beside its results.
+        return found | {node: Own(0) for node in nodes if node.target is ops.update}
 
     @property
     def _num_nodes(self) -> int:

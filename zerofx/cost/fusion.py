@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zerofx.ir.aliases import is_view
 from zerofx.ir.regions import numbered
+from zerofx.ir.sizes import hinted_bytes
 
 aten = torch.ops.aten
 
@@ -52,9 +53,9 @@ class Fusion:
         """Return whether a result is nowhere in memory: kernels of its region alone read it."""
         return (
             node in self.regions
-            and isinstance(node.meta.get("val"), torch.Tensor)
             and _is_elementwise(node)
             and bool(node.users)
+            and (isinstance(node.meta.get("val"), torch.Tensor) or _has_one_result(node))
             and self._is_read_by_kernels(node.users, self.regions[node])
         )
 
@@ -73,9 +74,54 @@ class Fusion:
         """Return whether Inductor writes code for a node, and calls no library."""
         return node in self.regions and (_is_elementwise(node) or _packet(node) in _SUMS)
 
+    def layouts(self) -> dict[fx.Node, dict[fx.Node, tuple[int, ...]]]:
+        """The strides of operands that are others for a CPU: of convolutions, channels last."""
+        found: dict[fx.Node, dict[fx.Node, tuple[int, ...]]] = {}
+        for node in self.regions:
+            if _packet(node) is aten.convolution:
+                strides = {one: _channels_last(one) for one in node.all_input_nodes}
+                found[node] = {one: wanted for one, wanted in strides.items() if wanted}
+        return found
+
+    def is_copied(self, operand: fx.Node) -> bool:
+        """Return whether an operand is needed in the layout that it was made in, beside another."""
+        region = self.regions.get(operand)
+        return region is None or any(
+            self.regions.get(user) != region or _packet(user) is not aten.convolution
+            for user in operand.users
+        )
+
+    def widened(self) -> dict[fx.Node, int]:
+        """The bytes of a batch norm's gradient in float32: made once, and read three times.
+
+        If it lies in memory in fewer bits, or is as wide itself, it is read as it is.
+        """
+        found = {}
+        for node in self.regions:
+            if _packet(node) is aten.native_batch_norm_backward:
+                gradient = node.args[0]
+                is_narrow = gradient.meta["val"].dtype in (torch.bfloat16, torch.float16)
+                if is_narrow and self.is_computed_where_read(gradient):
+                    found[node] = 2 * hinted_bytes(gradient)
+        return found
+
     def may_overwrite(self, node: fx.Node, source: fx.Node) -> bool:
         """Return whether a node's result may take a region's result that nobody reads later."""
         return self.is_kernel(node) and source in self.regions
+
+
+def _has_one_result(node: fx.Node) -> bool:
+    """Return whether of several results only the first is read: a norm that is computed again."""
+    return all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
+
+
+def _channels_last(node: fx.Node) -> tuple[int, ...] | None:
+    """The strides of an operand with its channels last; None if they are its own."""
+    value = node.meta.get("val")
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(getattr(value, "ndim", 0))
+    if layout is None or value.is_contiguous(memory_format=layout):
+        return None
+    return torch.empty_like(value, memory_format=layout).stride()
 
 
 def calls_library(node: fx.Node) -> bool:

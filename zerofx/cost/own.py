@@ -7,6 +7,7 @@ operand in a wider dtype, a mask.  Its profiler tells, of one that runs.
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
@@ -22,6 +23,9 @@ from zerofx.ir.sizes import hinted_bytes
 
 logger = logging.getLogger("zerofx")
 
+Layouts = Mapping[fx.Node, Mapping[fx.Node, tuple[int, ...]]]
+"""The strides of a call's operands, where they are not those that they were made with."""
+
 LARGEST_BYTES = 2**28
 MOST_FLOPS = 4e9
 """Calls that take more, operands and results together, are not run: that would take too long."""
@@ -30,13 +34,15 @@ _KNOWN: dict[Hashable, Own] = {}
 """What has been found, by the call."""
 
 
-def own_bytes(nodes: Iterable[fx.Node]) -> Mapping[fx.Node, Own]:
+def own_bytes(nodes: Iterable[fx.Node], layouts: Layouts | None = None) -> Mapping[fx.Node, Own]:
     """Return what torch's operators allocate for themselves on this machine's CPU, if anything.
 
     Calls that are not known yet are run once, on zeros.  Left out are those that are too large,
-    that make views or fail, and all of them while a profiler runs already.
+    that make views or fail, and all of them while a profiler runs already.  ``layouts`` are the
+    strides of operands that a compiler changes.
     """
-    calls = {node: _call(node) for node in nodes if _is_measured(node)}
+    layouts = layouts or {}
+    calls = {node: _call(node, layouts.get(node, {})) for node in nodes if _is_measured(node)}
     unknown = {call: node for node, call in calls.items() if call not in _KNOWN}
     if unknown and compat.tensors.is_profiled():
         logger.warning(
@@ -45,7 +51,7 @@ def own_bytes(nodes: Iterable[fx.Node]) -> Mapping[fx.Node, Own]:
             len(unknown),
         )
     elif unknown:
-        _KNOWN.update(_measured(unknown))
+        _KNOWN.update(_measured(unknown, layouts))
     found = {node: _KNOWN[call] for node, call in calls.items() if call in _KNOWN}
     return {node: own for node, own in found.items() if any(own)}
 
@@ -61,14 +67,15 @@ def _is_measured(node: fx.Node) -> bool:
     return nbytes <= LARGEST_BYTES and flops(node) <= MOST_FLOPS
 
 
-def _call(node: fx.Node) -> Hashable:
+def _call(node: fx.Node, layout: Mapping[fx.Node, tuple[int, ...]]) -> Hashable:
     """Return what tells a call from others that may allocate something else."""
 
     def described(value: Any) -> Hashable:
+        strides = layout.get(value) if isinstance(value, fx.Node) else None
         if isinstance(value, fx.Node):
             value = value.meta.get("val")
         if isinstance(value, torch.Tensor):
-            return value.dtype, _hints(value.shape), _hints(value.stride())
+            return value.dtype, _hints(value.shape), strides or _hints(value.stride())
         if isinstance(value, list | tuple):
             return tuple(map(described, value))
         return repr(compat.aot.size_hint(value) if isinstance(value, torch.SymInt) else value)
@@ -81,7 +88,7 @@ def _hints(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(map(compat.aot.size_hint, sizes))
 
 
-def _measured(calls: Mapping[Hashable, fx.Node]) -> dict[Hashable, Own]:
+def _measured(calls: Mapping[Hashable, fx.Node], layouts: Layouts) -> dict[Hashable, Own]:
     """Run calls under torch's profiler; return what each has had at most beside its results.
 
     Some results lie in more memory than they fill, as the mean of ``aten.mse_loss`` does.
@@ -99,7 +106,8 @@ def _measured(calls: Mapping[Hashable, fx.Node]) -> dict[Hashable, Own]:
         profiler,
     ):
         for number, (call, node) in enumerate(calls.items()):
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _zeros)
+            zeros = functools.partial(_zeros, layouts.get(node, {}))
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), zeros)
             try:
                 with torch.profiler.record_function(name := f"{_RANGE}{number}"):
                     result = node.target(*args, **kwargs)
@@ -126,12 +134,12 @@ def _measured(calls: Mapping[Hashable, fx.Node]) -> dict[Hashable, Own]:
 _RANGE = "zerofx own "
 
 
-def _zeros(node: fx.Node) -> Any:
+def _zeros(layout: Mapping[fx.Node, tuple[int, ...]], node: fx.Node) -> Any:
     """Return what stands for an operand: zeros of its layout."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
         return compat.aot.size_hint(value)
     if not isinstance(value, torch.Tensor):
         return value
-    shape, strides = _hints(value.shape), _hints(value.stride())
+    shape, strides = _hints(value.shape), layout.get(node) or _hints(value.stride())
     return torch.empty_strided(shape, strides, dtype=value.dtype).zero_()
