@@ -14,17 +14,22 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 
 import zerofx
-from zerofx.integrations.saving import export_into, is_peft, meet, trained_values
-
-CHECKPOINT = "zero"
-"""The folder in a checkpoint of Trainer's that has what the ranks have written themselves."""
+from zerofx.integrations.models import (
+    export_into,
+    is_peft,
+    is_saved_in,
+    load_from,
+    meet,
+    plain,
+    save_into,
+    trained_values,
+)
 
 
 class ZeroTrainer(Trainer):
@@ -52,7 +57,7 @@ class ZeroTrainer(Trainer):
         self._forward: Callable | None = None
         self._norm: torch.Tensor | None = None
         self._is_whole = True  # what the model's parameters are between calls
-        super().__init__(_plain(model), *others, **named)
+        super().__init__(plain(model), *others, **named)
         if is_peft(self.model) and self.args.load_best_model_at_end and self.args.save_only_model:
             raise ValueError(
                 "ZeroTrainer loads the best adapters from a whole checkpoint: leave "
@@ -182,24 +187,21 @@ class ZeroTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        path = Path(output_dir) / CHECKPOINT
-        optimizer, trainable_only = self.optimizer.optimizer, is_peft(self.model)
-        zerofx.save(path, self.model, optimizer, trainable_only=trainable_only).wait()
+        save_into(Path(output_dir), self.model, [self.optimizer.optimizer])
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not (Path(resume_from_checkpoint) / CHECKPOINT).exists():  # it is Trainer's own
+        if not is_saved_in(resume_from_checkpoint):  # it is Trainer's own
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        path = Path(checkpoint) / CHECKPOINT
-        if not path.exists():
+        if not is_saved_in(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        zerofx.load(path, self.model, self.optimizer.optimizer)
+        load_from(Path(checkpoint), self.model, [self.optimizer.optimizer])
         scheduler = self.lr_scheduler
         scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
         if scheduler.last_epoch != self.state.global_step and isinstance(scheduler, LambdaLR):
@@ -208,8 +210,8 @@ class ZeroTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
-        if (best / CHECKPOINT).exists():
-            zerofx.load(best / CHECKPOINT, self.model)
+        if is_saved_in(best):
+            load_from(best, self.model)
         else:
             zerofx.load_safetensors(best, self.model)
 
@@ -280,16 +282,3 @@ def _checked(args: Any) -> Any:
     args.torch_compile, args.torch_compile_backend = False, None
     args.average_tokens_across_devices = False  # the compiler counts them, over all ranks
     return args
-
-
-def _plain(model: Any) -> Any:
-    """Return the model without DDP.  Raises: ValueError for one that is sharded already."""
-    if isinstance(model, (DistributedDataParallel, DataParallel)):
-        return model.module
-    parts = model.modules() if isinstance(model, nn.Module) else ()
-    for kind in {kind for part in parts for kind in type(part).__mro__}:
-        if kind.__module__.startswith(("torch.distributed.fsdp", "deepspeed")):
-            raise ValueError(
-                f"The model is wrapped in {kind.__name__} already: give ZeroTrainer the plain one."
-            )
-    return model

@@ -1,0 +1,236 @@
+"""``ZeroAccelerator``: the Accelerator of accelerate, whose updates are whole compiled steps.
+
+from zerofx.integrations.accelerate import ZeroAccelerator as Accelerator
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import zerofx
+from zerofx.integrations.models import (
+    export_into,
+    is_peft,
+    load_from,
+    plain,
+    save_into,
+    trained_values,
+)
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+class ZeroAccelerator(Accelerator):
+    """``accelerate.Accelerator`` through ``backend="zero"``.
+
+    It takes ``zero``, a dict of options of the backend, beside what Accelerator takes.  What the
+    training loop does with a batch becomes a function, and ``compile`` its decorator::
+
+        @accelerator.compile
+        def step(batch):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = step(batch)
+                scheduler.step()
+
+    Losses are means over ranks, as DDP has them; ``zero={"loss": "global"}`` makes them one over
+    all batches.
+
+    Raises: ValueError, when it is made, for arguments that do not go together with it; StepError,
+    by ``backward`` outside of a compiled step.
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[AcceleratedOptimizer]
+
+    def __init__(self, *arguments: Any, zero: dict[str, Any] | None = None, **named: Any) -> None:
+        self._zero = dict(zero or {})
+        self._is_last = True
+        super().__init__(*arguments, **named)
+        _check(self)
+
+    # The step
+
+    def compile(self, step: Step) -> Step:
+        """Compile what is done with a batch: forward, backward, clipping and the update.
+
+        Also of use for a function under ``torch.no_grad()``, which evaluates.
+        """
+        compiled = torch.compile(step, backend="zero", options=self._zero)
+
+        @functools.wraps(step)
+        def call(*arguments: Any, **named: Any) -> Any:
+            self._is_last = self.gradient_state.sync_gradients
+            return compiled(*arguments, **named)
+
+        return call  # type: ignore[return-value]
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager:
+        """As Accelerator has it, around the call of a compiled step."""
+        if torch.compiler.is_compiling():
+            raise zerofx.StepError(
+                "accelerator.accumulate() counts micro-batches, which a compiled step cannot: put "
+                "it around the call, with accelerator.accumulate(model): step(batch)"
+            )
+        return super().accumulate(*models)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the micro-batch is the last one of an update."""
+        return (
+            self._is_last if torch.compiler.is_compiling() else self.gradient_state.sync_gradients
+        )
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    def backward(self, loss: torch.Tensor, **named: Any) -> None:
+        if not torch.compiler.is_compiling():
+            raise zerofx.StepError(
+                "ZeroAccelerator.backward() belongs into a function that accelerator.compile "
+                "decorates, together with the forward pass in front of it and the update behind it."
+            )
+        (loss / self.gradient_accumulation_steps).backward(**named)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    # What is prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model, which stays what it is: no DDP is around it."""
+        return super().prepare_model(plain(model), device_placement, evaluation_mode=True)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> torch.optim.Optimizer:
+        if isinstance(optimizer, _Optimizer):
+            return optimizer
+        prepared = _Optimizer(optimizer, self)
+        self._optimizers.append(prepared)
+        return prepared
+
+    # Checkpoints
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return all values of a model on the main process, and nothing on others.  Collective.
+
+        Of a model of peft's those that are trained.
+        """
+        if is_peft(model):
+            state = trained_values(model)
+            return state if self.is_main_process else {}
+        with zerofx.full_params(model):
+            if not self.is_main_process:
+                return {}
+            return {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
+
+    def save_model(self, model: nn.Module, save_directory: Any, *others: Any, **named: Any) -> None:
+        """Write a model as safetensors.  Collective; no rank has the model whole."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        export_into(folder, model, self.is_local_main_process)
+
+    def save_state(self, output_dir: Any = None, *others: Any, **named: Any) -> Any:
+        """Save as Accelerator does; of models and optimizers each rank its shards.  Collective."""
+        with self._without_shards() as prepared:
+            saved = super().save_state(output_dir, *others, **named)
+        self.wait_for_everyone()
+        for folder, model, optimizers in _parts(Path(saved), *prepared):
+            folder.mkdir(exist_ok=True)
+            save_into(folder, model, optimizers)
+        return saved
+
+    def load_state(self, input_dir: Any = None, *others: Any, **named: Any) -> None:
+        """Load what any number of ranks has saved.  Collective."""
+        found: list[Any] = []
+        hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
+        try:
+            with self._without_shards() as prepared:
+                super().load_state(input_dir, *others, **named)
+        finally:
+            hook.remove()
+        for folder, model, optimizers in _parts(Path(found[0]), *prepared):
+            load_from(folder, model, optimizers)
+
+    @contextmanager
+    def _without_shards(self) -> Iterator[tuple[list[nn.Module], list[torch.optim.Optimizer]]]:
+        """Have Accelerator save and load what else there is."""
+        models, optimizers = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield models, [optimizer.optimizer for optimizer in optimizers]
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def _parts(
+    folder: Path, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
+) -> Iterator[tuple[Path, nn.Module, list[torch.optim.Optimizer]]]:
+    """Yield the folder of each model, and the optimizers of its parameters."""
+    for number, model in enumerate(models):
+        ours = {id(parameter) for parameter in model.parameters()}
+        own = [
+            optimizer
+            for optimizer in optimizers
+            if any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+        ]
+        yield folder / f"model_{number}" if number else folder, model, own
+
+
+class _Optimizer(AcceleratedOptimizer):
+    """An optimizer that updates where a micro-batch is the last one of an update."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, accelerator: ZeroAccelerator) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self._accelerator = accelerator
+
+    def step(self, closure: Any = None) -> None:
+        if self._accelerator.sync_gradients:
+            self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        if self._accelerator.sync_gradients:
+            self.optimizer.zero_grad(set_to_none is not False)
+
+
+def _check(accelerator: Accelerator) -> None:
+    """Raises: ValueError for what is done otherwise here."""
+    state = accelerator.state
+    backend = getattr(state.dynamo_plugin.backend, "value", "NO")
+    for name, is_asked, reason in (
+        ("fp16", state.mixed_precision == "fp16", "bf16 needs no scaling of the loss"),
+        ("fp8", state.mixed_precision == "fp8", "no kernel of its products is known to the passes"),
+        ("FSDP", state.distributed_type == DistributedType.FSDP, _SHARDS),
+        ("DeepSpeed", state.distributed_type == DistributedType.DEEPSPEED, _SHARDS),
+        ("Megatron-LM", state.distributed_type == DistributedType.MEGATRON_LM, _SHARDS),
+        ("XLA", state.distributed_type == DistributedType.XLA, "it has a compiler of its own"),
+        ("parallelism_config", accelerator.parallelism_config, "all ranks share the batches"),
+        ("dynamo_backend", backend != "NO", "the whole step is compiled already"),
+    ):
+        if is_asked:
+            raise ValueError(f"ZeroAccelerator cannot train with {name}: {reason}. Leave it out.")
+
+
+_SHARDS = "zero={'stage': 3} shards as it does"
