@@ -115,7 +115,8 @@ def check(found, expected):
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("micro_batches", (1, 3))
+@pytest.mark.slow(reason="two ranks train through Accelerate")
+@pytest.mark.parametrize("micro_batches", (3, pytest.param(1, marks=pytest.mark.nightly)))
 def test_a_loop_trains_as_torch_does_with_all_batches(micro_batches, ranks):  # noqa: F811
     given = {"gradient_accumulation_steps": micro_batches}
     found = ranks(2).run(_run, 4, None, given, timeout_s=300)
@@ -151,6 +152,7 @@ def in_bfloat16(rows):
         return loop.epoch(), loop.model[0].weight.dtype
 
 
+@pytest.mark.nightly
 def test_mixed_precision_is_that_of_accelerate(ranks):  # noqa: F811
     (found, dtype), _ = ranks(2).run(in_bfloat16, 4, timeout_s=300)
     model, optimizer, schedule = training()
@@ -189,7 +191,7 @@ def resumed(rows, folder):
         return loop.epoch(), [loop.evaluate(x, y).item() for x, y in loop.loader]
 
 
-@pytest.mark.slow(reason="two ranks save, one and three go on")
+@pytest.mark.nightly
 def test_what_two_ranks_save_is_resumed_on_others(ranks, tmp_path):  # noqa: F811
     folder = str(tmp_path / "saved")
     (whole, last), _ = ranks(2).run(saved_midway, 6, folder, timeout_s=300)

@@ -92,11 +92,12 @@ def arguments(folder: Any, **given: Any) -> TrainingArguments:
 
 @contextlib.contextmanager
 def as_torchrun() -> Iterator[None]:
-    """Have the environment of a rank that torchrun has started, for Accelerate."""
+    """Have the environment of a rank that torchrun has started, for Accelerate and Lightning."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    names |= {"GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "test"}
     names |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1, "ACCELERATE_USE_CPU": "true"}
     os.environ.update({name: str(value) for name, value in names.items()})
     try:

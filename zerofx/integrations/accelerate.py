@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import zerofx
 from zerofx.integrations.models import (
+    each_with_optimizers,
     export_into,
     is_peft,
     load_from,
@@ -157,8 +158,7 @@ class ZeroAccelerator(Accelerator):
         with self._without_shards() as prepared:
             saved = super().save_state(output_dir, *others, **named)
         self.wait_for_everyone()
-        for folder, model, optimizers in _parts(Path(saved), *prepared):
-            folder.mkdir(exist_ok=True)
+        for folder, model, optimizers in each_with_optimizers(Path(saved), *prepared):
             save_into(folder, model, optimizers)
         return saved
 
@@ -171,7 +171,7 @@ class ZeroAccelerator(Accelerator):
                 super().load_state(input_dir, *others, **named)
         finally:
             hook.remove()
-        for folder, model, optimizers in _parts(Path(found[0]), *prepared):
+        for folder, model, optimizers in each_with_optimizers(Path(found[0]), *prepared):
             load_from(folder, model, optimizers)
 
     @contextmanager
@@ -183,20 +183,6 @@ class ZeroAccelerator(Accelerator):
             yield models, [optimizer.optimizer for optimizer in optimizers]
         finally:
             self._models, self._optimizers = models, optimizers
-
-
-def _parts(
-    folder: Path, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
-) -> Iterator[tuple[Path, nn.Module, list[torch.optim.Optimizer]]]:
-    """Yield the folder of each model, and the optimizers of its parameters."""
-    for number, model in enumerate(models):
-        ours = {id(parameter) for parameter in model.parameters()}
-        own = [
-            optimizer
-            for optimizer in optimizers
-            if any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
-        ]
-        yield folder / f"model_{number}" if number else folder, model, own
 
 
 class _Optimizer(AcceleratedOptimizer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def save_into(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     path, fresh = folder / CHECKPOINT, folder / f"{CHECKPOINT}.next"
     if is_first:
+        folder.mkdir(exist_ok=True)
         shutil.rmtree(fresh, ignore_errors=True)
     meet()
     zerofx.save(fresh, model, optimizers, trainable_only=is_peft(model)).wait()
@@ -50,6 +51,20 @@ def save_into(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -
         shutil.rmtree(path, ignore_errors=True)
         os.replace(fresh, path)
     meet()
+
+
+def each_with_optimizers(
+    folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[Path, nn.Module, list[Optimizer]]]:
+    """Yield the folder of each model, and the optimizers of its parameters."""
+    for number, model in enumerate(models):
+        ours = {id(parameter) for parameter in model.parameters()}
+        own = [
+            optimizer
+            for optimizer in optimizers
+            if any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+        ]
+        yield folder / f"model_{number}" if number else folder, model, own
 
 
 def load_from(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:

@@ -1,0 +1,271 @@
+"""``ZeroStrategy``: a strategy of Lightning's Trainer, whose updates are whole compiled steps.
+
+Trainer(strategy=ZeroStrategy(), devices=2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import zerofx
+from zerofx.integrations.models import is_saved_in, load_from, meet, plain, save_into
+
+REST = "lightning.pt"
+"""The file in a checkpoint that has all but models and optimizers."""
+
+
+class ZeroStrategy(DDPStrategy):
+    """Lightning's Trainer through ``backend="zero"``, with automatic optimization.
+
+    It takes ``zero``, a dict of options of the backend, beside what DDPStrategy takes.
+    ``training_step``, backward, clipping and the update are one compiled function, called once for
+    each micro-batch; what it gives to ``self.log`` is logged after the call.  Losses are means over
+    ranks, as DDP has them; ``zero={"loss": "global"}`` makes them one over all batches.
+
+    A checkpoint is a folder, in which each rank writes its shards; of weights alone
+    (``save_weights_only``) it is a file, as Lightning's own.
+
+    Raises: ValueError, when a training begins, for what does not go together with it.
+    """
+
+    def __init__(self, zero: dict[str, Any] | None = None, **named: Any) -> None:
+        super().__init__(**named)
+        self._zero = dict(zero or {})
+        self._compiled: dict[str, Callable] = {}
+        self._logged: list[tuple[tuple, dict[str, Any]]] = []
+        self._is_sharded = False
+
+    # What is prepared
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        is_training = trainer.state.fn == TrainerFn.FITTING
+        if not self._is_sharded:
+            self.model = self.precision_plugin.convert_module(plain(self._module))
+            self.model_to_device()
+        if is_training:
+            _check(trainer, self._module)
+            self._compiled.clear()
+            self.setup_optimizers(trainer)
+            trainer.fit_loop._skip_backward = True  # training_step has done it
+        self.setup_precision_plugin()
+
+    def teardown(self) -> None:
+        """End, and leave the model and its optimizers where they are: ranks have them in shards."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # The step
+
+    def training_step(self, *arguments: Any, **named: Any) -> Any:
+        trainer = self._module.trainer
+        is_last = not trainer.fit_loop._should_accumulate()
+        parts = trainer.accumulate_grad_batches
+        self._is_sharded = True
+        return self._call("training_step", self._update, parts, is_last, arguments, named)
+
+    def _update(
+        self, parts: int, is_last: bool, arguments: tuple, named: dict[str, Any]
+    ) -> tuple[Any, list]:
+        """Compute a micro-batch's gradients, and update with those of all where it is the last."""
+        module, (optimizer,) = self._module, self.optimizers
+        self._logged.clear()
+        with self._autocast():
+            output = module.training_step(*arguments, **named)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if loss is None:
+            raise zerofx.StepError(
+                "training_step returned None: other ranks would wait for this one's gradients. "
+                "Return a loss of zero, multiplied by 0."
+            )
+        (loss / parts).backward()
+        if is_last:
+            trainer = module.trainer
+            most, by = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+            if most and by == "value":
+                clip_grad_value_(module.parameters(), most)
+            elif most:
+                clip_grad_norm_(module.parameters(), most)
+            optimizer.step()
+            optimizer.zero_grad()
+        return apply_to_collection(output, torch.Tensor, _detached), list(self._logged)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **named: Any
+    ) -> Any:
+        """Call ``training_step``, which updates."""
+        return closure()
+
+    def _autocast(self) -> AbstractContextManager:
+        if self.precision_plugin.precision == "bf16-mixed":
+            return torch.autocast(self.root_device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _call(self, name: str, function: Callable, *arguments: Any) -> Any:
+        """Call a function compiled, and log what it has given to ``self.log``."""
+        if name not in self._compiled:
+            options = self._zero if name == "training_step" else {**self._zero, "loss": "rank"}
+            self._compiled[name] = torch.compile(function, backend="zero", options=options)
+        module = self._module
+        with _logging(module, self._log):
+            output, logged = self._compiled[name](*arguments)
+        for values, settings in logged:
+            module.log(*values, **settings)
+        return output
+
+    def _log(self, name: str, value: Any, *others: Any, **settings: Any) -> None:
+        value = value.detach() if isinstance(value, torch.Tensor) else value
+        self._logged.append(((name, value, *others), settings))
+
+    # Evaluation
+
+    def validation_step(self, *arguments: Any, **named: Any) -> Any:
+        return self._evaluate("validation_step", arguments, named)
+
+    def test_step(self, *arguments: Any, **named: Any) -> Any:
+        return self._evaluate("test_step", arguments, named)
+
+    def predict_step(self, *arguments: Any, **named: Any) -> Any:
+        return self._evaluate("predict_step", arguments, named)
+
+    def _evaluate(self, name: str, arguments: tuple, named: dict[str, Any]) -> Any:
+        """Call a step on shards, compiled, once the model is in shards."""
+        if not self._is_sharded:
+            return getattr(super(), name)(*arguments, **named)
+        with torch.inference_mode(False), torch.no_grad():
+            return self._call(name, self._forward, name, arguments, named)
+
+    @torch.no_grad()
+    def _forward(self, name: str, arguments: tuple, named: dict[str, Any]) -> tuple[Any, list]:
+        self._logged.clear()
+        with self._autocast():
+            output = getattr(self._module, name)(*arguments, **named)
+        return output, list(self._logged)
+
+    # Checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: ``save_checkpoint`` writes shards, or what is whole."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a folder with the ranks' shards, or a file of weights alone.  Collective."""
+        module, path = self._module, Path(filepath)
+        if "optimizer_states" not in checkpoint:
+            with zerofx.full_params(module):
+                checkpoint["state_dict"] = _on_host(module) if self.is_global_zero else {}
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if self.is_global_zero:
+            path.mkdir(parents=True, exist_ok=True)
+        meet()
+        save_into(path, module, self.optimizers)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, path / REST, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
+        """Read what is no shard; these ``load_model_state_dict`` and the optimizer's read."""
+        path = Path(checkpoint_path)
+        self._folder = path if path.is_dir() and is_saved_in(path) else None
+        return super().load_checkpoint(path / REST if self._folder else path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self._module
+        if self._folder is not None:
+            load_from(self._folder, module)
+        elif self._is_sharded:
+            with zerofx.full_params(module):
+                module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        else:
+            module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._folder is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            load_from(self._folder, self._module, self.optimizers)
+
+
+def _detached(value: torch.Tensor) -> torch.Tensor:
+    return value.detach()
+
+
+def _on_host(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.to("cpu", copy=True) for name, value in module.state_dict().items()}
+
+
+@contextmanager
+def _logging(module: pl.LightningModule, log: Callable) -> Iterator[None]:
+    """Have a module give what it logs to another function."""
+
+    def log_all(values: Mapping[str, Any], *others: Any, **settings: Any) -> None:
+        for name, value in values.items():
+            log(name, value, *others, **settings)
+
+    module.log, module.log_dict = log, log_all  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del module.log, module.log_dict
+
+
+_HOOKS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
+_METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
+
+
+def _check(trainer: Any, module: pl.LightningModule) -> None:
+    """Raises: ValueError for what is done otherwise here."""
+
+    def overridden(one: Any, base: type, names: tuple[str, ...]) -> str:
+        found = [name for name in names if getattr(type(one), name) is not getattr(base, name)]
+        return ", ".join(f"{type(one).__name__}.{name}" for name in found)
+
+    inside = "gradients are nowhere but inside of the compiled step"
+    methods = overridden(module, pl.LightningModule, (*_HOOKS, *_METHODS))
+    callbacks = [overridden(one, pl.Callback, _HOOKS) for one in trainer.callbacks]
+    precision = trainer.precision_plugin.precision
+    for name, is_asked, reason in (
+        (
+            "automatic_optimization=False",
+            not module.automatic_optimization,
+            'compile your step yourself, with torch.compile(step, backend="zero")',
+        ),
+        (methods, methods, inside),
+        *((names, names, inside) for names in callbacks),
+        (
+            f"precision={precision!r}",
+            precision not in ("32-true", "bf16-mixed", "bf16-true", "64-true"),
+            "bf16-mixed needs no scaling of the loss",
+        ),
+    ):
+        if is_asked:
+            raise ValueError(f"ZeroStrategy cannot train with {name}: {reason}.")
