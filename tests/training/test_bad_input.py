@@ -686,6 +686,9 @@ TOUCHES = {
     "optimizer.step": lambda model, optimizer: (give_gradients(model), optimizer.step()),
     "deepcopy": lambda model, optimizer: copy.deepcopy(model),
     "to": lambda model, optimizer: model.to(torch.float64),
+    "a copy": lambda model, optimizer: model.head.weight.to("cpu", copy=True),
+    "a layout": lambda model, optimizer: model.head.weight.to(memory_format=torch.channels_last),
+    "a device": lambda model, optimizer: model.to("meta"),
     "other compiler": lambda model, optimizer: torch.compile(model, backend="eager")(BATCH[0]),
 }
 
@@ -703,6 +706,29 @@ def test_touching_a_sharded_parameter_is_refused_and_harmless(name):
         TOUCHES[name](model, optimizer)
     assert re.search(r"zerofx\.(full_params|unshard)\(model", words(caught.value))
     optimizer.zero_grad()
+    for number in range(2):
+        batch = models.features(number, 4)
+        assert step(model, optimizer, *batch) == other_step(other, other_optimizer, *batch)
+
+
+CHANGES_NOTHING = {
+    "cpu": lambda model: model.cpu(),
+    "float": lambda model: model.float(),
+    "a device": lambda model: model.to("cpu"),
+    "a device and a dtype": lambda model: model.to("cpu", torch.float32),
+    "as another tensor": lambda model: model.to(torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("name", CHANGES_NOTHING)
+def test_a_conversion_that_changes_nothing_is_none(name, stage):
+    """As Lightning moves a model to the CPU at the end, where it has been all the time."""
+    model, optimizer, step = bound(stage)
+    other, other_optimizer, other_step = bound(stage)
+    weight = model.head.weight
+    assert CHANGES_NOTHING[name](model) is model
+    assert model.head.weight is weight
     for number in range(2):
         batch = models.features(number, 4)
         assert step(model, optimizer, *batch) == other_step(other, other_optimizer, *batch)

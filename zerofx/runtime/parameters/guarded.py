@@ -237,8 +237,39 @@ def _detach_in_place(_frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str
     return args[0] if isinstance(args[0], GuardedGradient) else NotImplemented
 
 
+def _converted(name: str) -> Special:
+    """Answer a conversion that changes nothing, as ``model.cpu()`` of a model that is there."""
+
+    def answer(_frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, *others = args
+        if next(guarded_among((others, kwargs)), None) is not None or "memory_format" in kwargs:
+            return NotImplemented
+        with ordinary_tensors():
+            like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            is_same = getattr(like, name)(*others, **kwargs) is like
+        return tensor if is_same else NotImplemented
+
+    return answer
+
+
+def _may_be_data(_frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Whether one tensor can be another's data, which a module asks before it sets that."""
+    return True if args[0] is args[1] else NotImplemented
+
+
+def _data(_frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """``parameter.data = parameter``, with which a module ends a conversion."""
+    return None if len(args) == 2 and args[0] is args[1] else NotImplemented
+
+
 _SPECIAL: dict[str, Special] = {
+    **{
+        name: _converted(name)
+        for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
+    },
+    "_has_compatible_shallow_copy_type": _may_be_data,
     "copy_": _copy,
+    "data": _data,
     "detach": _detach,
     "detach_": _detach_in_place,
     "zero_": _zero,
