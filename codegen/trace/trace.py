@@ -135,9 +135,10 @@ def trace_update(
         except (UpdateError, ChangingIntegers):
             raise
         except Exception as error:
+            said = str(error).rstrip(".")
             raise UpdateError(
                 f"{name}.step cannot be traced for parameter '{info.name}': it raised "
-                f"{type(error).__name__}: {error}. {_remedy(info, state)}"
+                f"{type(error).__name__}: {said}. {_remedy(optimizer, info, state, said)}"
             ) from error
     _refuse_changing_conversions(env, name, step.changing)
     _tidy(gm)
@@ -192,7 +193,9 @@ def _has_sizes(gm: fx.GraphModule) -> bool:
     )
 
 
-def _remedy(info: ParameterInfo, state: Arguments) -> str:
+def _remedy(
+    optimizer: torch.optim.Optimizer, info: ParameterInfo, state: Arguments, error: str
+) -> str:
     """Return advice on an error that the optimizer itself raised."""
     for name, value in state.values.items():
         if isinstance(value, Tensor) and value.ndim and value.dtype != info.dtype:
@@ -200,7 +203,24 @@ def _remedy(info: ParameterInfo, state: Arguments) -> str:
                 f"Its state '{name}' is {value.dtype} and the parameter {info.dtype}: set states "
                 "with optimizer.load_state_dict, which casts them to the parameter's dtype."
             )
-    return "It must be callable without a closure, for one parameter at a time."
+    if type(optimizer).__module__.startswith("bitsandbytes"):
+        return (
+            f"Its kernels are given the addresses of tensors, which no trace sees. {_IN_FEW_BITS}"
+        )
+    if "dynamo-optimized function" in error:
+        return f"It compiles its update itself, and so does zerofx. {_IN_FEW_BITS}"
+    if "missing" in error and "'closure'" in error:
+        return (
+            "It computes losses anew while it steps, and a compiled step has one forward and "
+            "backward: use an optimizer that steps once for each backward()."
+        )
+    return "Its step is called without a closure, for one parameter at a time."
+
+
+_IN_FEW_BITS = (
+    "Use torch's own optimizer, whose moments zerofx keeps in few bits: options={'moment_dtype': "
+    "'int8'}."
+)
 
 
 def _empty_like(one: Tensor | ParameterInfo, layout: Tensor | ParameterInfo) -> Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -27,6 +28,7 @@ from tests.kit.covering import first, only
 from tests.kit.models import Mlp, squared_loss
 from tests.kit.ranks import Ranks, ranks_fixture, start  # noqa: F401
 from zerofx import backend
+from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.errors import GraphError, StepError
 from zerofx.runtime.access import full_params, unshard
 from zerofx.runtime.comm.agreement import AgreementError
@@ -581,6 +583,68 @@ def test_an_optimizer_that_is_not_elementwise_works_at_stage_0(name):
     for number in range(3):
         batch = models.features(number, 4)
         assert step(model, optimizers[0], *batch) == good_step(other, optimizers[1], *batch)
+
+
+# Optimizers whose step no trace can follow.
+
+
+@torch.compile(backend="eager")
+def decayed(p, grad):
+    return p - 0.1 * grad
+
+
+class CompilesItself(torch.optim.SGD):
+    """As those of torchao do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.copy_(decayed(p, p.grad))
+
+
+class TakesAddresses(torch.optim.SGD):
+    """As those of bitsandbytes do."""
+
+    __module__ = "bitsandbytes.optim.adamw"
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.numpy()[:] -= 0.1 * p.grad.numpy()
+
+
+UNTRACEABLE = {
+    "CompilesItself": (
+        CompilesItself,
+        "compiles its update itself, and so does zerofx.*moment_dtype",
+    ),
+    "TakesAddresses": (TakesAddresses, "are given the addresses of tensors, which no trace sees"),
+    "LBFGS": (torch.optim.LBFGS, "computes losses anew while it steps.*steps once for each"),
+}
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_an_update_that_cannot_be_traced_is_refused_with_the_reason(name):
+    kind, reason = UNTRACEABLE[name]
+    model = Mlp()
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def step(model, optimizer, x, y):
+        def loss_of():
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        if name == "LBFGS":
+            return optimizer.step(loss_of)
+        loss_of()
+        return optimizer.step()
+
+    before = values(model)
+    with pytest.raises((UpdateError, Unsupported), match=rf"(?s){name}.step cannot.*{reason}"):
+        zero(step, 0)(model, optimizer, *BATCH)
+    assert_untouched(model, optimizer, before)
 
 
 # Options.
