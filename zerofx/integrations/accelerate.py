@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import zerofx
 from zerofx.integrations.models import (
+    check_library,
     each_with_optimizers,
     export_into,
     is_peft,
@@ -29,6 +30,11 @@ from zerofx.integrations.models import (
 )
 
 Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+check_library(
+    "accelerate", ">=1.12,<2", Accelerator, "prepare_model", "register_load_state_pre_hook"
+)
 
 
 class ZeroAccelerator(Accelerator):

@@ -16,10 +16,20 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from zerofx.integrations.models import each_with_optimizers, load_from, meet, plain, save_into
+from zerofx.integrations.models import (
+    check_library,
+    each_with_optimizers,
+    load_from,
+    meet,
+    plain,
+    save_into,
+)
 
 REST = "lightning.pt"
 """The file in a checkpoint that has all but models and optimizers."""
+
+
+check_library("lightning", ">=2.6,<3", DDPStrategy, "setup_module", "clip_gradients_norm")
 
 
 class ZeroStrategy(DDPStrategy):

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -19,10 +20,13 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zerofx
-from zerofx.integrations.models import is_saved_in, load_from, meet, plain, save_into
+from zerofx.integrations.models import check_library, is_saved_in, load_from, meet, plain, save_into
 
 REST = "lightning.pt"
 """The file in a checkpoint that has all but models and optimizers."""
+
+
+check_library("lightning", ">=2.6,<3", _FitLoop, "_skip_backward", "_should_accumulate")
 
 
 class ZeroStrategy(DDPStrategy):

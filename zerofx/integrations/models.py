@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ import zerofx
 
 CHECKPOINT = "zero"
 """The folder in a checkpoint of another library's that has what the ranks have written."""
+
+
+def check_library(package: str, versions: str, kind: type, *names: str) -> None:
+    """Check that a class of a library has what is replaced of it, or called.
+
+    Raises: ImportError with the versions that have.
+    """
+    missing = [name for name in names if not hasattr(kind, name)]
+    if missing:
+        raise ImportError(
+            f"{package} {metadata.version(package)} has no {kind.__name__}.{missing[0]}, which "
+            f"zerofx needs: pip install '{package}{versions}'"
+        )
 
 
 def plain(model: Any) -> Any:

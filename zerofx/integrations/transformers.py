@@ -21,6 +21,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 import zerofx
 from zerofx.integrations.models import (
+    check_library,
     export_into,
     is_peft,
     is_saved_in,
@@ -29,6 +30,15 @@ from zerofx.integrations.models import (
     plain,
     save_into,
     trained_values,
+)
+
+check_library(
+    "transformers",
+    ">=5,<6",
+    Trainer,
+    *("create_accelerator_and_postprocess", "_prepare_for_training", "_init_training_state"),
+    *("set_initial_training_values", "_clip_grad_norm", "_get_grad_norm", "_load_best_model"),
+    *("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_load_from_checkpoint"),
 )
 
 
