@@ -190,6 +190,21 @@ def loaded(root: str, how: str):
     return seen, after
 
 
+@pytest.mark.slow(reason="two models of Hugging Face are built")
+def test_dora_trains_as_in_torch():
+    """It asks in which module the class of a weight is defined, which torch cannot trace."""
+
+    def built() -> Pair:
+        torch.manual_seed(1)
+        settings = {"r": 3, "target_modules": ["q_proj", "v_proj"], "use_dora": True}
+        model = get_peft_model(frozen_base(), LoraConfig(**settings, init_lora_weights=False))
+        return model, optimizer_of(model)
+
+    mine, others, run = built(), built(), compiled(step)
+    for number in range(3):
+        assert torch.equal(run(*mine, batch(number)), step(*others, batch(number)))
+
+
 @pytest.fixture(scope="module", name="saved_by_two")
 def saved_by_two_fixture(ranks, tmp_path_factory):  # noqa: F811
     root = tmp_path_factory.mktemp("saved")

@@ -20,6 +20,7 @@ from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.variables import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import CONSTANT_VARIABLE_NONE, ConstantVariable
+from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -106,6 +107,7 @@ def whole_step_tracing(
             _seeing_modules(backend, met),
             _undetached_outputs(backend),
             _own_none(),
+            _modules_of_classes(),
             _own_augmented_assignment(),
             _backward_past_modes(),
         ):
@@ -187,6 +189,22 @@ def _substituting(
         return original(self, tx, attribute)
 
     return mock.patch.object(variable_class, name, look_up)
+
+
+def _modules_of_classes() -> Patch:
+    """Answer ``type(parameter).__module__.startswith(...)``, as peft asks.
+
+    For torch 2.11 to 2.15, which know where a class is defined of others than torch's alone.
+    """
+    original = GetAttrVariable.call_method
+
+    def call_method(self, tx, name, args, kwargs):
+        of = getattr(self.obj, "value", None)
+        if self.name == "__module__" and isinstance(of, type):
+            return ConstantVariable.create(of.__module__).call_method(tx, name, args, kwargs)
+        return original(self, tx, name, args, kwargs)
+
+    return mock.patch.object(GetAttrVariable, "call_method", call_method)
 
 
 def _has_method_of(value: Any, owner: type | str, attribute: str) -> bool:
