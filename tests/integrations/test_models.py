@@ -43,5 +43,11 @@ def test_a_save_that_was_killed_before_it_had_its_name_is_found(tmp_path):
 def test_each_model_has_its_optimizers_and_a_folder(tmp_path):
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     of_one, of_two = (torch.optim.SGD(model.parameters()) for model in (one, two))
-    found = list(models.each_with_optimizers(tmp_path, [one, two], [of_two, of_one]))
+    found = models.each_with_optimizers(tmp_path, [one, two], [of_two, of_one])
     assert found == [(tmp_path, one, [of_one]), (tmp_path / "model_1", two, [of_two])]
+
+
+def test_an_optimizer_of_no_model_is_refused_and_not_left_out(tmp_path):
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match="SGD has parameters of no model that was given"):
+        models.each_with_optimizers(tmp_path, [nn.Linear(2, 2)], [stranger])

@@ -20,11 +20,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zerofx
+from zerofx.integrations.fabric import REST
 from zerofx.integrations.models import check_library, is_saved_in, load_from, meet, plain, save_into
-
-REST = "lightning.pt"
-"""The file in a checkpoint that has all but models and optimizers."""
-
 
 check_library("lightning", ">=2.6,<3", _FitLoop, "_skip_backward", "_should_accumulate")
 
@@ -205,7 +202,7 @@ class ZeroStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self._module
         if self._folder is not None:
-            load_from(self._folder, module)
+            load_from(self._folder, module, strict=strict)
         elif self._is_sharded:
             with zerofx.full_params(module):
                 module.load_state_dict(checkpoint["state_dict"], strict=strict)

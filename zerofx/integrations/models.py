@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,12 @@ def save_into(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -
 
 def each_with_optimizers(
     folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
-) -> Iterator[tuple[Path, nn.Module, list[Optimizer]]]:
-    """Yield the folder of each model, and the optimizers of its parameters."""
+) -> list[tuple[Path, nn.Module, list[Optimizer]]]:
+    """Return the folder of each model, and the optimizers of its parameters.
+
+    Raises: ValueError for an optimizer of none of them.
+    """
+    found = []
     for number, model in enumerate(models):
         ours = {id(parameter) for parameter in model.parameters()}
         own = [
@@ -78,15 +82,25 @@ def each_with_optimizers(
             for optimizer in optimizers
             if any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
         ]
-        yield folder / f"model_{number}" if number else folder, model, own
+        found.append((folder / f"model_{number}" if number else folder, model, own))
+    known = [id(optimizer) for _, _, own in found for optimizer in own]
+    for optimizer in optimizers:
+        if id(optimizer) not in known:
+            raise ValueError(
+                f"{type(optimizer).__name__} has parameters of no model that was given: give the "
+                "model too, so that the optimizer's states can be saved and loaded."
+            )
+    return found
 
 
-def load_from(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+def load_from(
+    folder: Path, model: nn.Module, optimizers: Sequence[Optimizer] = (), strict: bool = True
+) -> None:
     """Read what any number of ranks has saved.  Collective."""
     path = folder / CHECKPOINT
     if not path.exists():  # killed before it had its name
         path = folder / f"{CHECKPOINT}.next"
-    zerofx.load(path, model, optimizers)
+    zerofx.load(path, model, optimizers, strict=strict)
 
 
 def is_saved_in(folder: str | os.PathLike[str]) -> bool:
