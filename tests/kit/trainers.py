@@ -100,9 +100,11 @@ def as_torchrun() -> Iterator[None]:
     names |= {"GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "test"}
     names |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1, "ACCELERATE_USE_CPU": "true"}
     os.environ.update({name: str(value) for name, value in names.items()})
+    threads = torch.get_num_threads()
     try:
         yield
     finally:
+        torch.set_num_threads(threads)  # Accelerate takes all cores, and later tests' bits change
         for name in names:
             del os.environ[name]
         for state in (AcceleratorState, GradientState, PartialState):
