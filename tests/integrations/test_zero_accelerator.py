@@ -232,7 +232,7 @@ def test_what_does_not_go_together_is_refused_when_it_is_made(given, message, ra
         ({"distributed_type": DistributedType.MEGATRON_LM}, None, r"Megatron-LM: zero=\{'stage'"),
         ({"distributed_type": DistributedType.XLA}, None, "XLA: it has a compiler of its own"),
         ({"mixed_precision": "fp8"}, None, "fp8: no kernel of its products"),
-        ({}, object(), "parallelism_config: all ranks share the batches"),
+        ({}, "a config", "parallelism_config: all ranks share the batches"),
     ),
     ids=str,
 )
