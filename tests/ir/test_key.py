@@ -223,3 +223,10 @@ def test_a_method_from_elsewhere_has_no_text(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "sum", foreign)
     with pytest.raises(NoKeyError, match="torch.Tensor.sum"):
         described_code([torch])
+
+
+def test_a_function_around_torch_compile_changes_no_key():
+    """As Lightning puts one there when it is imported."""
+    plain = described_code([torch])
+    with mock.patch.object(torch, "compile", lambda *arguments: None):
+        assert described_code([torch]) == plain

@@ -192,8 +192,14 @@ def described_code(modules: Iterable[types.ModuleType]) -> str:
         for name, value in sorted(vars(module).items()):
             if not (name.startswith("__") or isinstance(value, types.ModuleType)):
                 place = f"{module.__name__}.{name}"
+                if place in _NOT_TRACED:
+                    continue
                 lines.append(f"{place} {_held(value, module.__name__, place)}")
     return key_of(*lines)
+
+
+_NOT_TRACED = ("torch.compile",)
+"""What no trace runs: Lightning puts a function of its own around it."""
 
 
 def _held(value: Any, module: str, place: str) -> str:
