@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import time
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.errors import StepError
+from zerofx.worker import Worker
 
 WIDTH, CLASSES = 6, 5
 
@@ -282,11 +285,19 @@ def end_with_delayed_updates(last: bool):
         optimizer.step()
 
     options = {"lowering": "eager", "offload": ["optimizer"], "delayed_update": True}
+    options["bucket_bytes"] = 1  # two updates, of which one has not begun when the end comes
     step = torch.compile(step, backend="zero", options={**options, "loss": "global"})
     for number in range(2):
         step(torch.ones(2, WIDTH) + number)
-    if last:
-        assert zerofx.no_data(step) == 0
+    start = Worker.start
+
+    def start_late(self, job):
+        return start(self, lambda: (time.sleep(0.1), job())[1])
+
+    with mock.patch.object(Worker, "start", start_late):
+        step(torch.ones(2, WIDTH))
+        if last:
+            assert zerofx.no_data(step) == 0
     with zerofx.full_params(model):
         return model.weight.detach().clone()
 

@@ -319,7 +319,7 @@ class StepRuntime:
         """
         self.communicator.complete()
         if self.moves:
-            self.copies.abandon()
+            self.copies.complete()
         self._finish()
 
     def _leave_after(self, error: BaseException) -> None:

@@ -139,6 +139,12 @@ class Copies:
         there = {slot: bucket.num_bytes for slot, bucket in buckets.items() if bucket is not None}
         return sum(max(nbytes - there.get(slot, 0), 0) for slot, nbytes in staging.items())
 
+    def complete(self) -> None:
+        """Wait for what is under way, and forget it: updates that have not begun are left to do."""
+        for *_, event in self._started.values():
+            _complete(event)
+        self._started.clear()
+
     def abandon(self) -> None:
         """Forget what is under way, after a step that failed."""
         for worker in (self.updates, *self.workers.values()):
