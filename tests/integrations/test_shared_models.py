@@ -1,4 +1,4 @@
-"""What the ways in share: versions of libraries, models, folders."""
+"""The ways in check their libraries, take models as they were made, and save over what was there."""
 
 from __future__ import annotations
 

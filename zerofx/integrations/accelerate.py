@@ -27,6 +27,7 @@ from zerofx.integrations.models import (
     plain,
     save_into,
     trained_values,
+    whole_values,
 )
 
 Step = TypeVar("Step", bound=Callable[..., Any])
@@ -101,7 +102,7 @@ class ZeroAccelerator(Accelerator):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the micro-batch is the last one of an update."""
+        """Tell whether the micro-batch is the last one of an update."""
         return (
             self._is_last if torch.compiler.is_compiling() else self.gradient_state.sync_gradients
         )
@@ -148,10 +149,7 @@ class ZeroAccelerator(Accelerator):
         if is_peft(model):
             state = trained_values(model)
             return state if self.is_main_process else {}
-        with zerofx.full_params(model):
-            if not self.is_main_process:
-                return {}
-            return {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
+        return whole_values(model, self.is_main_process)
 
     def save_model(self, model: nn.Module, save_directory: Any, *others: Any, **named: Any) -> None:
         """Write a model as safetensors.  Collective; no rank has the model whole."""

@@ -16,12 +16,19 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zerofx
 from zerofx.integrations.fabric import REST
-from zerofx.integrations.models import check_library, is_saved_in, load_from, meet, plain, save_into
+from zerofx.integrations.models import (
+    check_library,
+    is_saved_in,
+    load_from,
+    meet,
+    plain,
+    save_into,
+    whole_values,
+)
 
 check_library("lightning", ">=2.6,<3", _FitLoop, "_skip_backward", "_should_accumulate")
 
@@ -182,8 +189,7 @@ class ZeroStrategy(DDPStrategy):
         """Write a folder with the ranks' shards, or a file of weights alone.  Collective."""
         module, path = self._module, Path(filepath)
         if "optimizer_states" not in checkpoint:
-            with zerofx.full_params(module):
-                checkpoint["state_dict"] = _on_host(module) if self.is_global_zero else {}
+            checkpoint["state_dict"] = whole_values(module, self.is_global_zero)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if self.is_global_zero:
@@ -218,10 +224,6 @@ class ZeroStrategy(DDPStrategy):
 
 def _detached(value: torch.Tensor) -> torch.Tensor:
     return value.detach()
-
-
-def _on_host(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.to("cpu", copy=True) for name, value in module.state_dict().items()}
 
 
 @contextmanager

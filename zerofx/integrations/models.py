@@ -1,4 +1,4 @@
-"""What the ways in share: a model as it was made, saved without any rank having it whole."""
+"""Takes a model as a library gives it, and saves it without any rank having it whole."""
 
 from __future__ import annotations
 
@@ -126,6 +126,14 @@ def export_into(folder: Path, model: nn.Module, is_first: bool) -> None:
             os.replace(new, folder / new.name)
         shutil.rmtree(weights)
     meet()
+
+
+def whole_values(model: nn.Module, is_first: bool) -> dict[str, torch.Tensor]:
+    """Return all values of a model, in host memory, where ``is_first``; else none.  Collective."""
+    with zerofx.full_params(model):
+        if not is_first:
+            return {}
+        return {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
 
 
 def trained_values(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -199,7 +199,7 @@ def described_code(modules: Iterable[types.ModuleType]) -> str:
 
 
 _NOT_TRACED = ("torch.compile",)
-"""What no trace runs: Lightning puts a function of its own around it."""
+"""No trace runs it: Lightning puts a function of its own around it."""
 
 
 def _held(value: Any, module: str, place: str) -> str:

@@ -253,7 +253,7 @@ def _converted(name: str) -> Special:
 
 
 def _may_be_data(_frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """Whether one tensor can be another's data, which a module asks before it sets that."""
+    """Tell a module, before it sets a tensor's data, that a tensor can be its own."""
     return True if args[0] is args[1] else NotImplemented
 
 
