@@ -1,4 +1,4 @@
-"""The ways in check their libraries, take models as they were made, and save over what was there."""
+"""The ways in check their libraries, and save a model over what was there."""
 
 from __future__ import annotations
 
