@@ -9,46 +9,20 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
-    Trainer,
     TrainerCallback,
 )
 
 from tests.kit.ranks import ranks_fixture  # noqa: F401
-from tests.kit.trainers import arguments, as_torchrun, built, logged, of_experts, rows
+from tests.kit.trainers import (
+    arguments,
+    built,
+    check,
+    of_experts,
+    rows,
+    train_alone,
+    train_on_rank,
+)
 from zerofx.integrations.transformers import ZeroTrainer
-
-SEEN = ("loss", "grad_norm", "learning_rate")
-
-
-def train_on_rank(folder, given, zero=None, resume=None, rows_of_eval=0, build=built):
-    """Train on this rank; return what was logged of each step, and the evaluations' losses."""
-    with as_torchrun():
-        trainer = ZeroTrainer(
-            build(),
-            arguments(folder, **given),
-            train_dataset=rows(),
-            eval_dataset=rows(rows_of_eval) if rows_of_eval else None,
-            zero={"lowering": "eager", **(zero or {})},
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        trainer.save_model()
-        return logged(trainer, *SEEN), logged(trainer, "eval_loss")
-
-
-def train_alone(folder, given, rows_of_eval=0, build=built):
-    trainer = Trainer(
-        build(),
-        arguments(folder, **given),
-        train_dataset=rows(),
-        eval_dataset=rows(rows_of_eval) if rows_of_eval else None,
-    )
-    trainer.train()
-    return logged(trainer, *SEEN), logged(trainer, "eval_loss"), trainer.model
-
-
-def check(found, expected):
-    assert len(found) == len(expected) > 1
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-6, atol=1e-6)
 
 
 def check_saved(folder, model):

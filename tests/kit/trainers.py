@@ -14,13 +14,16 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Trainer,
     TrainingArguments,
     set_seed,
 )
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+from zerofx.integrations.transformers import ZeroTrainer
 
 CLASSES, LENGTH, ROWS = 61, 12, 24
+SEEN = ("loss", "grad_norm", "learning_rate")
 
 
 def built(**settings: Any) -> LlamaForCausalLM:
@@ -115,3 +118,34 @@ def logged(trainer: Any, *names: str) -> list[tuple[float, ...]]:
     """Return what was logged of each step."""
     history = [entry for entry in trainer.state.log_history if names[0] in entry]
     return [tuple(float(entry[name]) for name in names) for entry in history]
+
+
+def train_on_rank(folder, given, zero=None, resume=None, rows_of_eval=0, build=built):
+    """Train on this rank; return what was logged of each step, and the evaluations' losses."""
+    with as_torchrun():
+        trainer = ZeroTrainer(
+            build(),
+            arguments(folder, **given),
+            train_dataset=rows(),
+            eval_dataset=rows(rows_of_eval) if rows_of_eval else None,
+            zero={"lowering": "eager", **(zero or {})},
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()
+        return logged(trainer, *SEEN), logged(trainer, "eval_loss")
+
+
+def train_alone(folder, given, rows_of_eval=0, build=built):
+    trainer = Trainer(
+        build(),
+        arguments(folder, **given),
+        train_dataset=rows(),
+        eval_dataset=rows(rows_of_eval) if rows_of_eval else None,
+    )
+    trainer.train()
+    return logged(trainer, *SEEN), logged(trainer, "eval_loss"), trainer.model
+
+
+def check(found, expected):
+    assert len(found) == len(expected) > 1
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-6, atol=1e-6)

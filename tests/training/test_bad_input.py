@@ -1299,3 +1299,18 @@ def test_writing_a_parameter_through_data_is_refused():
     with pytest.raises(StepError, match=r"through \.data.*torch\.no_grad"):
         torch.compile(step, backend="zero")(torch.ones(2, 3))
     assert type(model.weight) is torch.nn.Parameter
+
+
+def test_data_of_another_shape_is_refused():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD([model.bias], lr=0.1)
+
+    def step(x):
+        model.weight.data = model.weight.reshape(3, 2).t().reshape(1, 6)
+        loss = (x.sum() * model.weight.sum() + model.bias).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(StepError, match=r"'weight', of shape \[2, 3\], data of shape \[1, 6\]"):
+        torch.compile(step, backend="zero")(torch.ones(2, 3))

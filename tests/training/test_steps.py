@@ -19,6 +19,7 @@ from tests.kit.covering import exhaustive, first, only
 from tests.kit.models import Mlp, squared_loss
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
 from tests.kit.step_forms.form import FORMS, STEPS, Training, adamw, simple, step_with
+from tests.kit.step_forms.layers import Product
 from tests.kit.step_forms.objects import OPTIMIZERS
 from tests.kit.step_forms.training import (
     STAGES,
@@ -227,6 +228,35 @@ def test_checkpointed_blocks_are_computed_twice_and_others_once(tmp_path):
         assert calls(again, operator) == once + 2 * repeated[operator]
     for one, other in zip(kept_results, again_results, strict=True):
         assert_same(one[0], other[0], "loss")
+
+
+@pytest.mark.slow(reason="two steps are compiled")
+def test_no_more_is_gathered_where_a_backward_is_written_by_hand(tmp_path):
+    """Layers of two dtypes take turns, so two buckets do."""
+
+    def gathers(product):
+        model = nn.Module()
+        for number, dtype in enumerate((torch.float32, torch.float64) * 3):
+            model.register_parameter(f"w{number}", nn.Parameter(torch.ones(4, 4, dtype=dtype)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            for number, weight in enumerate(model.parameters()):
+                x = x.to(weight.dtype)
+                x = (product if number % 2 else torch.mm)(x, weight.t())
+            x.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        folder = tmp_path / product.__name__
+        zero(3, dump=str(folder), bucket_bytes=1 << 20)(step)(torch.ones(2, 4))
+        (program,) = folder.glob("rank0/*/*_shard_parameters.py")
+        return program.read_text().count("zerofx.all_gather_start(")
+
+    def by_hand(x, transposed):
+        return Product.apply(x, transposed.t())
+
+    assert gathers(by_hand) == gathers(torch.mm)
 
 
 # State between steps.

@@ -58,6 +58,8 @@ def check_step(step: StepCapture) -> None:
             )
         if "_get_data_attr" in str(node.target) and node.args[0] in step.index_of_input:
             _check_data(step, node)
+        if node.target is torch.Tensor.set_ and node.args[0] in step.index_of_input:
+            _check_assigned_data(step, node)
         if _makes_sparse_gradients(node):
             raise StepError(
                 "an embedding with sparse=True makes sparse gradients, which cannot be "
@@ -79,6 +81,19 @@ def _check_data(step: StepCapture, node: fx.Node) -> None:
                 "see as a write to the parameter. Write to the parameter itself under "
                 f"torch.no_grad().{_location(user)}"
             )
+
+
+def _check_assigned_data(step: StepCapture, node: fx.Node) -> None:
+    """Refuse ``p.data = value`` of another shape: shards are cut by the one that there was."""
+    info = step.table[step.index_of_input[node.args[0]]]
+    assigned = node.args[1].meta.get("example_value")
+    if isinstance(assigned, torch.Tensor) and tuple(assigned.shape) != info.shape:
+        raise StepError(
+            f"the step gives parameter {info.name!r}, of shape {list(info.shape)}, data of shape "
+            f"{list(assigned.shape)}, which its shards cannot hold. Do so before the first call. "
+            "bitsandbytes does so on a CPU in evaluation, unless its modules have "
+            f"support_avx512bf16_for_cpu = False.{_location(node)}"
+        )
 
 
 def _check_results(step: StepCapture) -> None:

@@ -252,7 +252,6 @@ class StepCapture:
                 set_input_role(node, role)
                 if role.parameter >= 0:
                     node._rename(f"{role.kind}_{self.table[role.parameter].name}")
-            compat.aot.tag_backward_nodes(gm)
             recorded(gm.graph).gradients = self.gradient_outputs
             if self.loss == "global":
                 spread_losses(gm)

@@ -20,17 +20,29 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import _get_qualified_name
 
 from zerofx.errors import GraphError
 
 
-def tag_backward_nodes(gm: torch.fx.GraphModule) -> None:
-    """Set ``meta["autograd_backward"]`` where torch 2.11 and 2.12 do not; can go with them."""
-    for node in gm.graph.nodes:
-        stack = node.meta.get("source_fn_stack")
-        if stack and stack[-1][1] is torch.autograd.grad:
-            node.meta["autograd_backward"] = True
+def _grad(*arguments: Any, **named: Any) -> Any:
+    """Call ``torch.autograd.grad``, and set ``meta["autograd_backward"]`` of all that it traces.
+
+    For 2.11 to 2.15: up to 2.12 torch sets it nowhere, and then not where the backward of an
+    ``autograd.Function`` is.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return torch.autograd.grad(*arguments, **named)
+    nodes = mode.tracer.graph.nodes
+    last = next(reversed(nodes), None)
+    found = torch.autograd.grad(*arguments, **named)
+    for node in reversed(nodes):
+        if node is last:
+            break
+        node.meta["autograd_backward"] = True
+    return found
 
 
 def checkpointed_nodes(gm: torch.fx.GraphModule) -> set[torch.fx.Node]:
@@ -135,6 +147,10 @@ def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callabl
     def no_backward_graph(_gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable:
         raise GraphError("AOTAutograd split the step in two: a result still wants a gradient.")
 
+    for node in gm.graph.nodes:
+        if node.target is torch.autograd.grad:
+            node.target = _grad
+    gm.recompile()
     with _own_recomputation():
         return aot_module_simplified(
             gm,

@@ -24,6 +24,7 @@ from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from zerofx.compat.dynamo import pass_through_dynamo
@@ -108,6 +109,7 @@ def whole_step_tracing(
             _undetached_outputs(backend),
             _own_none(),
             _modules_of_classes(),
+            _gradients_of_subclasses(),
             _own_augmented_assignment(),
             _backward_past_modes(),
         ):
@@ -205,6 +207,22 @@ def _modules_of_classes() -> Patch:
         return original(self, tx, name, args, kwargs)
 
     return mock.patch.object(GetAttrVariable, "call_method", call_method)
+
+
+def _gradients_of_subclasses() -> Patch:
+    """Answer ``p.grad`` of a parameter that has a class of its own, as bitsandbytes' have.
+
+    For torch 2.11 to 2.15, which refuse it of all subclasses of tensors.
+    """
+    name = "var_getattr" if hasattr(TensorVariable, "var_getattr") else "tp_getattro_impl"
+    original = getattr(TensorWithTFOverrideVariable, name)
+
+    def look_up(self, tx, attribute):
+        if attribute == "grad" and issubclass(self.class_type, torch.nn.Parameter):
+            return getattr(TensorVariable, name)(self, tx, attribute)
+        return original(self, tx, attribute)
+
+    return mock.patch.object(TensorWithTFOverrideVariable, name, look_up)
 
 
 def _has_method_of(value: Any, owner: type | str, attribute: str) -> bool:
@@ -329,14 +347,27 @@ def _backward_past_modes() -> Patch:
     return mock.patch.object(TensorVariable, "call_method", call_method)
 
 
-def _undetached_outputs(backend: Any) -> Patch:
-    """Allow ``return loss``: capture detaches the outputs."""
-    name = "_validate_outputs_safe_for_autograd_nodes"
-    original = getattr(OutputGraph, name)
+@contextlib.contextmanager
+def _undetached_outputs(backend: Any) -> Iterator[None]:
+    """Allow ``return loss``: capture detaches the outputs of a step with a backward.
 
-    def validate(self, rv, tx):
-        if backend_in_use(tx) is not backend:
-            return original(self, rv, tx)
-        return None
+    So it does not matter either that one depends on what has been given ``requires_grad_()``, as
+    models with frozen embeddings have it for activation checkpointing; from 2.13 torch looks.
+    """
 
-    return mock.patch.object(OutputGraph, name, validate)
+    def unless_detached(name: str) -> Patch:
+        original = getattr(OutputGraph, name)
+
+        def validate(self, rv, tx):
+            if backend_in_use(tx) is not backend or not self.autograd_grad_consumed_grad_fns:
+                return original(self, rv, tx)
+            return None
+
+        return mock.patch.object(OutputGraph, name, validate)
+
+    names = "_validate_outputs_safe_for_autograd_nodes _check_requires_grad_intermediate_outputs"
+    with contextlib.ExitStack() as stack:
+        for name in names.split():
+            if hasattr(OutputGraph, name):
+                stack.enter_context(unless_detached(name))
+        yield

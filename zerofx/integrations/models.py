@@ -39,13 +39,16 @@ def plain(model: Any) -> Any:
     """Return a model without DDP.  Raises: ValueError for one that is sharded already."""
     if isinstance(model, (DistributedDataParallel, DataParallel)):
         return model.module
-    parts = model.modules() if isinstance(model, nn.Module) else ()
+    parts = list(model.modules()) if isinstance(model, nn.Module) else []
     for kind in {kind for part in parts for kind in type(part).__mro__}:
         if kind.__module__.startswith(("torch.distributed.fsdp", "deepspeed")):
             raise ValueError(
                 f"The model is wrapped in {kind.__name__} already, and zerofx shards it itself: "
                 "give the plain one."
             )
+    for part in parts:
+        if hasattr(part, "support_avx512bf16_for_cpu"):  # of bitsandbytes: other weights than in
+            part.support_avx512bf16_for_cpu = False  # training, in a form that is not sharded
     return model
 
 

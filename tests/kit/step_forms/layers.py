@@ -76,6 +76,37 @@ def frozen_parameters_outside_the_optimizer(zero):
 
 
 @form()
+def frozen_parameters_whose_features_are_given_requires_grad(zero):
+    """As models whose embeddings are frozen have it for activation checkpointing."""
+    model = Mlp()
+    model.body.requires_grad_(False)
+    model.body.register_forward_hook(lambda module, inputs, output: output.requires_grad_(True))
+    return simple(zero, step_with(), model)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        return of_x, gradient.t() @ x
+
+
+@form()
+def a_backward_of_its_own(zero):
+    def loss_of(model, x, y):
+        hidden = Product.apply(x, model.body.weight) + model.body.bias
+        return F.mse_loss(Product.apply(hidden.tanh(), model.head.weight) + model.head.bias, y)
+
+    return simple(zero, step_with(loss_of))
+
+
+@form()
 def several_parameter_groups(zero):
     model = Mlp()
     groups = [

@@ -7,6 +7,7 @@ import functools
 
 import torch
 import torch.utils.checkpoint
+from torch.nn.utils import clip_grad_norm_
 
 from tests.kit.models import Mlp, squared_loss
 from tests.kit.step_forms.form import STEPS, Training, adamw, form, simple, step_with
@@ -102,6 +103,21 @@ def averaged_weights(zero):
     return Training(
         functools.partial(step, model, average, optimizer), [model, average], [optimizer]
     )
+
+
+class Own(torch.nn.Parameter):
+    pass
+
+
+@form(sums_over_shards=True)
+def parameters_of_a_class_of_their_own(zero):
+    """As bitsandbytes' are: frozen, and read by what goes through all of them."""
+    model = Mlp()
+    model.body.weight = Own(model.body.weight.detach(), requires_grad=False)
+    model.head.weight = Own(model.head.weight.detach())
+    step = step_with(between=lambda model: clip_grad_norm_(model.parameters(), 0.5))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return simple(zero, step, model, lambda _: adamw(trained))
 
 
 @form()
