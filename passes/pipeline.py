@@ -47,7 +47,8 @@ def _in_one(ctx: PassContext) -> str:
 
 
 def _of_each_rank(ctx: PassContext) -> str:
-    return "" if ctx.options.may_lack_data else "loss rank"
+    of = ctx.options
+    return "" if of.may_lack_data or of.batch_norm == "global" else "loss rank"
 
 
 def _gathers_exactly(ctx: PassContext) -> str:

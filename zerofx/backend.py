@@ -227,9 +227,7 @@ class CompiledFunction:
             if self.choice is None:
                 with counted(self.seconds, "measuring"):
                     self.figures = self._figures(device)
-            capture = StepCapture(
-                gm, inputs, communicator.mesh, self.options.loss, self.options.uneven
-            )
+            capture = StepCapture(gm, inputs, communicator.mesh, self.options)
             code = compat.dynamo.code_being_compiled()
             self._refuse_runaway(code, {id(tensor) for tensor in capture.tensors})
             with counted(self.seconds, "AOTAutograd"):
@@ -258,7 +256,7 @@ class CompiledFunction:
         options = choose(self.user_options)
         self.name = compat.dynamo.code_being_compiled().co_name
         self._check_reads(gm, inputs)
-        capture = StepCapture(gm, inputs, Mesh(), options.loss, options.uneven)
+        capture = StepCapture(gm, inputs, Mesh(), options)
         return capture.lower(partial(stop, self))
 
     def _check_reads(self, gm: fx.GraphModule, inputs: list[Any]) -> None:

@@ -306,6 +306,9 @@ class Options:
     loss: str = _option("rank", _choice("rank", "global"))
     """``rank`` is the mean of the ranks' losses, ``global`` one over all their samples: what losses
     are divided by becomes the mean over ranks and micro-batches."""
+    batch_norm: str = _option("local", _choice("local", "rank0", "global"))
+    """Whose batch norms' statistics are: the rank's own, rank 0's at the next call, as DDP has it,
+    or of all ranks' batches, as SyncBatchNorm has it."""
     uneven: bool = _option(False, _SWITCH)
     """Ranks may run out of batches: they call ``zerofx.no_data(step)`` instead. ``loss=global``
     implies it."""

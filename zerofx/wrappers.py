@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from zerofx import compat
@@ -81,6 +82,7 @@ class WrappersMet:
     def _without_averaging(module: torch.nn.Module) -> torch.nn.Module:
         """Return what DistributedDataParallel wraps: the compiled step averages its gradients."""
         _refuse_sharded(module)
+        _refuse_synchronised(module)
         if not isinstance(module, DistributedDataParallel):
             return module
         if module not in _UNWRAPPED:
@@ -100,6 +102,17 @@ class WrappersMet:
             "what fails, give the step an optimizer without them (a wrapper has it as "
             "`optimizer`), and do outside of the step what else they do."
             for found in self._found
+        )
+
+
+def _refuse_synchronised(module: torch.nn.Module) -> None:
+    """Refuse a batch norm that talks to other ranks while it trains."""
+    is_one = isinstance(module, torch.nn.SyncBatchNorm) and module.training
+    if is_one and dist.is_initialized() and dist.get_world_size(module.process_group) > 1:
+        raise StepError(
+            "SyncBatchNorm talks to the other ranks itself, as a compiled step cannot. Leave "
+            "convert_sync_batchnorm out and give the option batch_norm=global, with which every "
+            "batch norm has the statistics of all ranks' batches."
         )
 
 

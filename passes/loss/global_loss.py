@@ -10,7 +10,8 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.graph import Builder, is_backward, is_of_batch, move_to_front
 from zerofx.ir.interface import placeholders
-from zerofx.ir.roles import Role
+from zerofx.ir.reach import reached
+from zerofx.ir.roles import Role, role
 from zerofx.passes.base import Counts, PassContext
 
 aten = torch.ops.aten
@@ -32,13 +33,15 @@ def global_loss(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     Once it is known how many ranks have data, behind forward at the latest, the call ends if none
     has: ``zerofx.end_without_data(a)``.
 
+    Statistics of batch norms are sums too, each in a collective of its own.
+
     What is counted in the batch alone is known before forward, which hides the collective.  Counts
     that forward computes are summed up where they are; nothing waits for a result but the end.
     """
     graph, builder = gm.graph, Builder(gm, "global_loss", ctx.table)
     marked = graph.find_nodes(op="call_function", target=ops.over_ranks)
     sums = [node for node in marked if node.args[1] == "sum"]
-    early = [node for node in sums if is_of_batch(node)]
+    early = [node for node in sums if is_of_batch(node) and not _of_others(node)]
     move_to_front(graph, early)
     late = [node for node in sums if node not in early]
     results = [node for node in marked if node.args[1] == "mean"]
@@ -48,12 +51,19 @@ def global_loss(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     return {"counts": len(sums), "returned": len(results), "collectives": len(groups)}
 
 
+def _of_others(node: fx.Node) -> bool:
+    """Return whether a value is computed of what is summed up before it."""
+    read = reached(node.all_input_nodes, lambda reader: reader.all_input_nodes)
+    return any(one.target is ops.over_ranks for one in read)
+
+
 def _reduce(builder: Builder, ctx: PassContext, nodes: Sequence[fx.Node]) -> None:
     """One collective for values of any shape, as soon as the last of them is there."""
     nodes = sorted(nodes)
     reduction = nodes[0].args[1]
     counts = reduction == "sum"
-    origin = {"role": Role.LOSS_COUNT if counts else Role.LOSS_VALUE, "like": nodes[0]}
+    of = role(nodes[0]) or Role.STATISTICS
+    origin = {"role": of if counts else Role.LOSS_VALUE, "like": nodes[0]}
     after = max(node.args[0] for node in nodes)
     last = max(after, placeholders(builder.graph)[-1])
     dtypes = {node.meta["val"].dtype for node in nodes}

@@ -40,6 +40,7 @@ def test_defaults_are_the_contracts():
         "secondary_shard": None,
         "accumulate": None,
         "loss": "rank",
+        "batch_norm": "local",
         "uneven": False,
         "chunk_loss": None,
         "reduce_dtype": None,
@@ -483,7 +484,7 @@ def test_a_process_group_has_no_twin_and_the_error_says_so(text):
 
 def test_an_unknown_option_names_the_nearest_and_all_known_ones():
     known = list(OPTIONS)
-    assert len(known) == 40
+    assert len(known) == 41
     assert words_of(ValueError, {"prefech": True}) == (
         f"option 'prefech' is unknown; did you mean 'prefetch'? Known: {', '.join(known)}"
     )

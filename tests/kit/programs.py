@@ -38,7 +38,7 @@ from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import Role, provenance, role
 from zerofx.ir.rules import argument
 from zerofx.ir.sizes import value_bytes
-from zerofx.options import resolve
+from zerofx.options import Options, resolve
 from zerofx.passes.base import PassContext
 from zerofx.passes.manager import PassReport, run_pipeline
 from zerofx.passes.normalize import normalize
@@ -92,9 +92,9 @@ class _CapturingBackend:
 
     __name__ = "capturing"
 
-    def __init__(self, mesh: Mesh, loss: str):
+    def __init__(self, mesh: Mesh, options: Options):
         compat.tracing.forward_call_context()
-        self.mesh, self.loss = mesh, loss
+        self.mesh, self.options = mesh, options
 
     def call_context(self, _arguments) -> Callable:
         @contextlib.contextmanager
@@ -113,7 +113,7 @@ class _CapturingBackend:
             return run
 
         try:
-            capture = StepCapture(gm, inputs, self.mesh, self.loss)
+            capture = StepCapture(gm, inputs, self.mesh, self.options)
             return capture.lower(stop_before_running)
         except Exception as error:
             raise compat.dynamo.pass_through_dynamo(error) from error.__cause__
@@ -125,13 +125,13 @@ def capture(
     world_size: int = 4,
     axes: tuple[tuple[str, int], ...] = (),
     outer_stage: int = 0,
-    loss: str = "rank",
+    **options: Any,
 ) -> Captured:
     """Trace ``step(*args)`` as the zero backend does, and normalize it; nothing of it runs."""
     torch.compiler.reset()
     mesh = Mesh(axes, 0, outer_stage) if axes else Mesh.flat(world_size)
     try:
-        torch.compile(step, backend=_CapturingBackend(mesh, loss))(*args)
+        torch.compile(step, backend=_CapturingBackend(mesh, Options(**options)))(*args)
     except _Stop as stop:
         captured, inputs = stop.step, stop.inputs
     else:

@@ -79,3 +79,23 @@ def test_by_rank_there_is_nothing_to_do():
     captured = capture(step, torch.randn(4, 3))
     assert not nodes_of(captured, ops.over_ranks, ops.count, ops.loss_part)
     assert not starts(summed(captured))
+
+
+def test_statistics_of_batch_norms_are_summed_up_one_after_the_other():
+    """Those of a batch, which could go to the front, are computed of each other."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    captured = capture(step, torch.randn(3, 5), world_size=4, batch_norm="global")
+    after = rewritten(captured, until="global_loss", batch_norm="global")
+    assert not nodes_of(after, ops.over_ranks)
+    # How many samples both norms have, with the sum over the batch; the rest one by one.  Nobody
+    # asks for the batch's gradient.
+    assert len(starts(after)) == 1 + 1 + 2 + 1
+    assert_same_numerics(execute(captured), execute(after), bitwise=False)

@@ -184,7 +184,7 @@ def _warn_of_batch_norm(nodes: Iterable[fx.Node]) -> None:
     if any("batch_norm" in str(node.target) and node.op == "call_function" for node in nodes):
         logger.warning(
             "loss=global: the statistics of batch norm stay each rank's own, as they are of its "
-            "batch alone."
+            "batch alone. With batch_norm=global they are of all ranks' batches."
         )
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from zerofx import compat
+from zerofx.capture.batch_norm import spread_batch_norms
 from zerofx.capture.checks import argument, check_step, is_backward_call, readable
 from zerofx.capture.divisors import mark_losses, weigh_losses, without_marks
 from zerofx.capture.losses import count_ranks, spread_losses
@@ -39,6 +40,7 @@ from zerofx.ir.key import (
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.packing import packed, unpacked
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.options import Options
 from zerofx.runtime.parameters.registry import REGISTRY
 
 logger = logging.getLogger("zerofx")
@@ -88,22 +90,23 @@ class StepCapture:
         gm: fx.GraphModule,
         inputs: Sequence[Any],
         mesh: Mesh,
-        loss: str = "rank",
-        uneven: bool = False,
+        options: Options,
     ):
-        self.gm, self.mesh, self.loss, self.uneven = gm, mesh, loss, uneven
+        self.gm, self.mesh, self.options = gm, mesh, options
         self.inputs = list(inputs)
         self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         names = _names_in_scope({id(value) for value in self.inputs})
         self._register_parameters(names, mesh)
         self.num_backwards = sum(is_backward_call(node) for node in gm.graph.nodes)
         check_step(self)
-        if loss == "global":
+        if options.loss == "global":
             mark_losses(gm, self.index_of_input)
         else:
             without_marks(gm)
-        if loss == "global" or uneven:
+        if options.may_lack_data:
             weigh_losses(gm, self.index_of_input)
+        if options.batch_norm == "global":
+            spread_batch_norms(gm, options.may_lack_data)
         self._mark_gradients()
         self.gradient_outputs = self._find_gradient_outputs()
         _detach_outputs(gm)
@@ -183,6 +186,7 @@ class StepCapture:
     def _key(self) -> str:
         """Return what stands for all that lowering depends on; empty if there is no such text."""
         tensors = [value for value in self.inputs if isinstance(value, torch.Tensor)]
+        of = self.options
         storages = [tensor.untyped_storage()._cdata for tensor in tensors]
         begins = [tensor.storage_offset() for tensor in tensors]
         shared = [  # how those lie to each other that are in one memory
@@ -200,7 +204,7 @@ class StepCapture:
                 described_graph(self.gm, ("example_value", "stack_trace", "custom")),
                 described(self.roles),
                 described([(info.name, info.shape, info.stride) for info in self.table]),
-                described((self.gradient_outputs, self.loss, self.uneven)),
+                described((self.gradient_outputs, of.loss, of.uneven, of.batch_norm)),
                 *(
                     described_tensor(t) if isinstance(t, torch.Tensor) else described(t)
                     for t in self.inputs
@@ -253,9 +257,9 @@ class StepCapture:
                 if role.parameter >= 0:
                     node._rename(f"{role.kind}_{self.table[role.parameter].name}")
             recorded(gm.graph).gradients = self.gradient_outputs
-            if self.loss == "global":
+            if self.options.loss == "global":
                 spread_losses(gm)
-            elif self.uneven:
+            elif self.options.uneven:
                 count_ranks(gm)
             updated = updates(gm.graph)
             recorded(gm.graph).updates = updated

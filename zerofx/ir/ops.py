@@ -117,7 +117,7 @@ def loss_part(value, of, backward=-1):
 
 @define("over_ranks(Tensor value, str reduction) -> Tensor", uniform=True)
 def over_ranks(value, reduction):
-    """Combine what the ranks have, until ``global_loss`` says when."""
+    """Add up what the ranks have, or average it; until ``global_loss`` says when."""
     return torch.empty_like(value)
 
 

@@ -13,9 +13,10 @@ from zerofx.ir.parameters import ParameterTable
 class Role(StrEnum):
     """The role of an inserted node.  Dumps show it, and name the node after it."""
 
-    # What losses are divided by, and what is returned of them.
+    # What losses are divided by, what is returned of them, and batch norms' sums.
     LOSS_COUNT = "loss_count"
     LOSS_VALUE = "loss_value"
+    STATISTICS = "statistics"
     CHUNK = "chunk"
 
     # Gathers of parameters, and what stands before and behind them.

@@ -152,6 +152,8 @@ class Samples:
             return [self._of_part(node)]
         if node.target is ops.count:
             return [self._of_count(node)]
+        if node.target is ops.over_ranks:  # a statistic of all batches
+            return [Value(Kind.SAME, _none(node))]
         if all(source.kind == Kind.SAME for source in sources):
             return self._made_of_nothing(node)
         rule = _RULES.get(node.target) or _RULES.get(getattr(node.target, "overloadpacket", None))

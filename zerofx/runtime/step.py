@@ -24,6 +24,7 @@ from zerofx.runtime.file_operators import ProgramFiles
 from zerofx.runtime.host_needs import host_needs
 from zerofx.runtime.memory.flat import (
     in_memory_of_its_own,
+    make_equal,
     ordinary_tensors,
     with_own_storage,
     without_base,
@@ -225,6 +226,8 @@ class StepRuntime:
         values = list(inputs)
         inputs.clear()
         self._check_model(values)
+        if self.options.batch_norm == "rank0":
+            make_equal(map(_alive, self.buffers), self.communicator)
         self.buckets.begin_call(
             [values[position] for position, _ in self.parameter_inputs]
             if self.options.stage < 3
