@@ -1,7 +1,12 @@
 """Samples are where a view has put them."""
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+from tests.kit.programs import capture, nodes_of
+from zerofx.ir import ops
 from zerofx.ir.samples import _reshaped
 
 NONE = None
@@ -25,3 +30,29 @@ NONE = None
 )
 def test_a_view_keeps_samples_where_they_are(dims, before, after, expected):
     assert _reshaped(dims, before, after) == expected
+
+
+PARTS = {
+    "chunk": lambda x: x.chunk(2),
+    "split": lambda x: x.split([2, 2]),
+    "slice": lambda x: (x[:2], x[2:]),
+    "joined again": lambda x: (torch.cat([*x.chunk(2)]),),
+}
+
+
+@pytest.mark.parametrize("way", PARTS)
+def test_a_part_of_a_batch_has_as_many_samples_as_it_is_long(way):
+    """Or a view behind would take its tokens for samples, which attention mixes."""
+    model = nn.MultiheadAttention(6, 2, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        for part, labels in zip(PARTS[way](x), PARTS[way](y), strict=True):
+            logits, _ = model(part, part, part, need_weights=False)
+            F.cross_entropy(logits.flatten(1), labels).backward()
+        optimizer.step()
+
+    batch = torch.randn(4, 3, 6), torch.zeros(4, dtype=torch.int64)
+    captured = capture(step, *batch, world_size=2, loss="global")
+    assert nodes_of(captured, ops.over_ranks)

@@ -49,7 +49,7 @@ class Net(nn.Module):
 def batch(number: int, rank: int, even: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Ranks' images are spread differently; there are 4 each, or more with the rank."""
     generator = torch.Generator().manual_seed(10 * number + rank)
-    rows = 4 if even else 2 + 2 * rank
+    rows = 4 if even else 4 + 2 * rank
     images = torch.randn(rows, 3, 8, 8, generator=generator) * (1 + rank) + rank
     return images, torch.randint(CLASSES, (rows,), generator=generator)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,8 @@ def spread_batch_norms(gm: fx.GraphModule, may_lack_data: bool) -> None:
 
     Raises: StepError for a batch norm that is computed in another way.
     """
-    for node in gm.graph.nodes:
+    parts = [part for part in gm.modules() if isinstance(part, fx.GraphModule)]  # checkpointed ones
+    for node in itertools.chain.from_iterable(part.graph.nodes for part in parts):
         if node.target is F.batch_norm:
             if argument(node, 5, "training"):
                 node.target = _over_ranks

@@ -183,7 +183,12 @@ class Samples:
                 Kind.MIXED, value.dims, culprit=node, why="takes a part of the batch by itself"
             )
         if isinstance(output, torch.Tensor):
-            shape = map(compat.aot.size_hint, output.shape)
+            shape = list(map(compat.aot.size_hint, output.shape))
+            dims = tuple(  # a part of the batch has as many samples as it is long
+                (span[0], min(span[1], size // span[0])) if span and size >= span[0] else span
+                for span, size in zip(value.dims, shape, strict=True)
+            )
+            value = replace(value, dims=dims)
             self.sizes |= {n for n, span in zip(shape, value.dims, strict=True) if span}
         return value
 
@@ -452,6 +457,11 @@ class Samples:
         dims = tuple(map(_first_of, zip(*(value.dims for value in values), strict=True)))
         if _name(node) == "stack":
             dims = (*dims[:at], None, *dims[at:])
+        elif dims[at] and all(
+            value.dims[at] == (1, size)
+            for value, size in zip(values, (_shape(one)[at] for one in sources), strict=True)
+        ):
+            dims = (*dims[:at], (1, _shape(node)[at]), *dims[at + 1 :])
         if mixed is not None:
             return replace(mixed, dims=dims)
         if all(value.is_plain for value in values):
