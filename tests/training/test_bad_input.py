@@ -17,25 +17,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.exc import Unsupported
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit import models
 from tests.kit.covering import first, only
 from tests.kit.models import Mlp, squared_loss
 from tests.kit.ranks import Ranks, ranks_fixture, start  # noqa: F401
+from tests.kit.refusals import BATCH, assert_untouched, good_step, sgd, values, words, zero
 from zerofx import backend
-from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.errors import GraphError, StepError
-from zerofx.runtime.access import full_params, unshard
+from zerofx.runtime.access import full_params
 from zerofx.runtime.comm.agreement import AgreementError
-from zerofx.runtime.parameters.guarded import ShardedParameter
 from zerofx.versions import check_torch_version
 
-BATCH = models.features(0, 4)
 SHARDED = "keeps only this rank's shard"
 GRAPH_BREAK = "zerofx compiles the whole step"
 
@@ -43,40 +39,6 @@ GRAPH_BREAK = "zerofx compiles the whole step"
 @pytest.fixture(autouse=True)
 def forget_compiled_code():
     torch._dynamo.reset()
-
-
-def zero(step, stage: int = 3, **options):
-    return torch.compile(
-        step, backend="zero", options={"stage": stage, "lowering": "eager", **options}
-    )
-
-
-def good_step(model, optimizer, x, y):
-    loss = squared_loss(model, x, y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def words(error: BaseException) -> str:
-    """What the user reads: the message and its notes."""
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-
-
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in model.parameters() if not p.is_meta]
-
-
-def assert_untouched(model, optimizer, before: list[torch.Tensor]) -> None:
-    assert not any(isinstance(p, ShardedParameter) for p in model.parameters())
-    assert all(torch.equal(one, other) for one, other in zip(values(model), before, strict=True))
-    assert not optimizer.state
-    assert all(p.grad is None for p in model.parameters())
 
 
 # Steps that are refused when they are compiled.
@@ -458,23 +420,6 @@ def test_the_same_function_compiles_once_its_fault_is_gone():
     assert compiled(model, optimizer, *BATCH).item() == expected.item()
 
 
-def test_an_overridden_zero_grad_is_run_or_refused():
-    class Counting(torch.optim.SGD):
-        calls = 0
-
-        def zero_grad(self, set_to_none=True):
-            self.calls += 1
-            super().zero_grad(set_to_none)
-
-    model = Mlp()
-    optimizer = Counting(model.parameters(), lr=1e-2)
-    try:
-        zero(good_step)(model, optimizer, *BATCH)
-    except (StepError, Unsupported):
-        return
-    assert optimizer.calls == 1
-
-
 def test_a_gradient_dropped_after_an_augmented_assignment_is_dropped():
     # Dynamo alone takes what ``p -= ...`` assigns for another tensor than the parameter.
     def step(model, x, y):
@@ -494,157 +439,6 @@ def test_a_gradient_dropped_after_an_augmented_assignment_is_dropped():
     trained = model.state_dict()
     for name, expected in eager.state_dict().items():
         assert torch.equal(expected, trained[name]), name
-
-
-def test_hooks_on_an_optimizers_step_run_or_are_refused():
-    model = Mlp()
-    optimizer = sgd(model)
-    calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    try:
-        zero(good_step)(model, optimizer, *BATCH)
-    except (StepError, Unsupported):
-        return
-    assert calls == ["before", "after"]
-
-
-# Optimizers that are not elementwise.
-
-
-class Lamb(torch.optim.Optimizer):
-    """You et al. 2020, without its moments: the step is scaled by two norms of the whole."""
-
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, dict(lr=lr))
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                ratio = p.norm() / p.grad.norm()
-                p.add_(p.grad * ratio, alpha=-group["lr"])
-
-
-class Orthogonal(torch.optim.Optimizer):
-    """Needs whole matrices, and nobody has said so."""
-
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(p.grad @ p.grad.T @ p.grad, alpha=-group["lr"])
-
-
-class Matrices(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(6, 5, bias=False), nn.Linear(5, 3, bias=False)
-
-    def forward(self, x):
-        return self.head(self.body(x).relu())
-
-
-NOT_ELEMENTWISE = {
-    "Orthogonal": (lambda model: Orthogonal(model.parameters()), "permute"),
-    "Lamb": (lambda model: Lamb(model.parameters()), "norm"),
-}
-
-
-@pytest.mark.parametrize("stage", only((3,), (1, 2, 3)))
-@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
-def test_an_optimizer_that_is_not_elementwise_is_refused_by_operation(name, stage):
-    make_optimizer, operation = NOT_ELEMENTWISE[name]
-    torch.manual_seed(0)
-    model = Matrices()
-    optimizer = make_optimizer(model)
-    before = values(model)
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        zero(good_step, stage)(model, optimizer, *BATCH)
-    text = words(caught.value)
-    assert name in text and "not elementwise" in text and 'options={"stage": 0}' in text
-    assert re.search(rf"`aten\.\S*{operation}\S*` at \S+\.py:\d+", text), text
-    unshard(model, optimizer)
-    assert_untouched(model, optimizer, before)
-    good_step(model, optimizer, *BATCH)
-
-
-@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
-def test_an_optimizer_that_is_not_elementwise_works_at_stage_0(name):
-    make_optimizer, _ = NOT_ELEMENTWISE[name]
-    torch.manual_seed(0)
-    model = Matrices()
-    other = copy.deepcopy(model)
-    optimizers = make_optimizer(model), make_optimizer(other)
-    step = zero(good_step, 0)
-    for number in range(3):
-        batch = models.features(number, 4)
-        assert step(model, optimizers[0], *batch) == good_step(other, optimizers[1], *batch)
-
-
-# Optimizers whose step no trace can follow.
-
-
-@torch.compile(backend="eager")
-def decayed(p, grad):
-    return p - 0.1 * grad
-
-
-class CompilesItself(torch.optim.SGD):
-    """As those of torchao do."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.copy_(decayed(p, p.grad))
-
-
-class TakesAddresses(torch.optim.SGD):
-    """As those of bitsandbytes do."""
-
-    __module__ = "bitsandbytes.optim.adamw"
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.numpy()[:] -= 0.1 * p.grad.numpy()
-
-
-UNTRACEABLE = {
-    "CompilesItself": (
-        CompilesItself,
-        "compiles its update itself, and so does zerofx.*moment_dtype",
-    ),
-    "TakesAddresses": (TakesAddresses, "are given the addresses of tensors, which no trace sees"),
-    "LBFGS": (torch.optim.LBFGS, "computes losses anew while it steps.*steps once for each"),
-}
-
-
-@pytest.mark.parametrize("name", UNTRACEABLE)
-def test_an_update_that_cannot_be_traced_is_refused_with_the_reason(name):
-    kind, reason = UNTRACEABLE[name]
-    model = Mlp()
-    optimizer = kind(model.parameters(), lr=0.1)
-
-    def step(model, optimizer, x, y):
-        def loss_of():
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            return loss
-
-        if name == "LBFGS":
-            return optimizer.step(loss_of)
-        loss_of()
-        return optimizer.step()
-
-    before = values(model)
-    with pytest.raises((UpdateError, Unsupported), match=rf"(?s){name}.step cannot.*{reason}"):
-        zero(step, 0)(model, optimizer, *BATCH)
-    assert_untouched(model, optimizer, before)
 
 
 # Options.
@@ -1077,32 +871,6 @@ def test_a_call_that_torch_would_run_eagerly_is_refused_and_the_next_one_trains(
     assert all(torch.equal(trained[name], value) for name, value in eager.state_dict().items())
 
 
-def test_hooks_on_every_optimizers_step_are_refused():
-    handle = register_optimizer_step_post_hook(lambda *_: None)
-    model = Mlp()
-    try:
-        with pytest.raises(StepError, match="step hooks .*global"):
-            zero(good_step)(model, sgd(model), *BATCH)
-    finally:
-        handle.remove()
-
-
-def test_setting_a_learning_rate_inside_the_step_is_refused_and_leaves_the_optimizer_alone():
-    def step(model, optimizer, x, y):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.5
-        return good_step(model, optimizer, x, y)
-
-    model = Mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with pytest.raises(StepError, match="sets a hyperparameter .* before the call"):
-        zero(step)(model, optimizer, *BATCH)
-    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["capturable"]) == (
-        0.1,
-        False,
-    )
-
-
 def test_a_buffer_in_a_parameters_memory_is_refused():
     model = Mlp()
     model.register_buffer("view", model.body.weight.detach())
@@ -1115,120 +883,6 @@ def test_a_buffer_in_a_parameters_memory_is_refused():
 
     with pytest.raises(StepError, match="'model.view' shares memory with parameter 'body.weight'"):
         zero(step)(model, sgd(model), *BATCH)
-
-
-class RemembersInList(torch.optim.Optimizer):
-    """Keeps its last two gradients in a list, one state."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                last = self.state[p].get("history", [torch.zeros_like(p)])[0]
-                self.state[p]["history"] = [p.grad.clone(), last]
-                p.sub_(p.grad + last, alpha=group["lr"])
-
-
-def test_states_in_a_list_are_refused_before_they_are_sharded():
-    model = Mlp()
-    optimizer = RemembersInList(model.parameters())
-    with pytest.raises(StepError, match="tensors in a list or dictionary, as state `history`"):
-        zero(good_step)(model, optimizer, *BATCH)
-    assert not optimizer.state
-
-
-class Turns:
-    """Counts, inside: GaLore's projectors, for one, are objects with numbers and tensors."""
-
-    def __init__(self):
-        self.count = 0
-
-
-class CountsInObjects(torch.optim.Optimizer):
-    """Divides by how many steps an object in each parameter's state has counted."""
-
-    def __init__(self, params, first: int = 1):
-        super().__init__(params, {"lr": 0.1})
-        self.first = first
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                state["step"] = state.get("step", 0) + 1
-                if state["step"] >= self.first:
-                    turns = state.setdefault("turns", Turns())
-                    turns.count += 1
-                    p.add_(p.grad, alpha=-group["lr"] / turns.count)
-
-
-HAS_TURNS = "CountsInObjects.step keeps an object of class Turns as state `turns`, .*of their own"
-
-
-@pytest.mark.parametrize("stage", (0, 3))
-def test_an_object_in_a_state_is_refused_before_anything_has_changed(stage):
-    model = Mlp()
-    optimizer, before = CountsInObjects(model.parameters()), values(model)
-    with pytest.raises(StepError, match=HAS_TURNS):
-        zero(good_step, stage)(model, optimizer, *BATCH)
-    assert_untouched(model, optimizer, before)
-
-
-@pytest.mark.parametrize("stage", (0, 3))
-def test_an_object_in_a_state_is_refused_when_it_appears(stage):
-    model = Mlp()
-    optimizer, step = CountsInObjects(model.parameters(), first=3), zero(good_step, stage)
-    for _ in range(2):
-        step(model, optimizer, *BATCH)
-    with pytest.raises(StepError, match=HAS_TURNS):
-        step(model, optimizer, *BATCH)
-
-
-@pytest.mark.parametrize("stage", (0, 3))
-def test_an_object_in_a_loaded_state_is_refused(stage):
-    trained, model = Mlp(), Mlp()
-    other, optimizer = CountsInObjects(trained.parameters()), CountsInObjects(model.parameters())
-    good_step(trained, other, *BATCH)
-    optimizer.load_state_dict(other.state_dict())
-    before = values(model)
-    with pytest.raises(StepError, match=HAS_TURNS):
-        zero(good_step, stage)(model, optimizer, *BATCH)
-    with full_params(model):
-        assert all(torch.equal(*both) for both in zip(values(model), before, strict=True))
-
-
-class Signed(torch.optim.Optimizer):
-    """Writes to ``p.grad``."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad.sign_(), alpha=group["lr"])
-
-
-def test_an_optimizer_that_writes_gradients_is_refused_where_somebody_reads_them():
-    def step(model, optimizer, x, y):
-        loss = squared_loss(model, x, y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    model, eager = Mlp(), Mlp()
-    eager.load_state_dict(model.state_dict())
-    with pytest.raises(StepError, match=r"writes to p\.grad.*read after it"):
-        zero(step)(model, Signed(model.parameters()), *BATCH)
-    zero(good_step)(model, Signed(model.parameters()), *BATCH)
-    good_step(eager, Signed(eager.parameters()), *BATCH)
-    trained = model.state_dict()
-    assert all(torch.equal(trained[name], value) for name, value in eager.state_dict().items())
 
 
 def update_after_an_eager_backward(stage: int) -> str:
