@@ -81,7 +81,8 @@ def test_by_rank_there_is_nothing_to_do():
     assert not starts(summed(captured))
 
 
-def test_statistics_of_batch_norms_are_summed_up_one_after_the_other():
+@pytest.mark.parametrize("loss", ("rank", "global"))
+def test_statistics_of_batch_norms_are_summed_up_one_after_the_other(loss):
     """Those of a batch, which could go to the front, are computed of each other."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 4), nn.BatchNorm1d(4))
@@ -92,8 +93,9 @@ def test_statistics_of_batch_norms_are_summed_up_one_after_the_other():
         model(x).square().mean().backward()
         optimizer.step()
 
-    captured = capture(step, torch.randn(3, 5), world_size=4, batch_norm="global")
-    after = rewritten(captured, until="global_loss", batch_norm="global")
+    options = {"batch_norm": "global", "loss": loss}
+    captured = capture(step, torch.randn(3, 5), world_size=4, **options)
+    after = rewritten(captured, until="global_loss", **options)
     assert not nodes_of(after, ops.over_ranks)
     # How many samples both norms have, with the sum over the batch; the rest one by one.  Nobody
     # asks for the batch's gradient.

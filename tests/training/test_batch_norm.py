@@ -203,6 +203,8 @@ def with_rank_0s():
     for number in range(2):
         step(model, optimizer, *batch(number, dist.get_rank(), even=True))
         own = model.head[1].running_mean.clone()
+        if number:  # somebody puts another in its place, which is as good
+            model.head[1].running_mean = own.clone()
         model.eval()
         seen.append((own, evaluate(batch(9, 0, even=True)[0]), model.head[1].running_mean.clone()))
         model.train()
@@ -240,6 +242,34 @@ class Written(nn.Linear):
 def test_a_batch_norm_of_another_function_is_refused_with_the_line():
     words = refusal(Written(3, 3))
     assert "F.batch_norm" in words and "test_batch_norm.py" in words
+
+
+def test_gradients_of_gradients_are_refused():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        weight = model[0].weight
+        (slope,) = torch.autograd.grad(model(x).square().sum(), weight, create_graph=True)
+        slope.square().sum().backward()
+        optimizer.step()
+
+    options = {"lowering": "eager", "batch_norm": "global"}
+    with pytest.raises(StepError, match="create_graph=True"):
+        torch.compile(step, backend="zero", options=options)(torch.randn(4, 3))
+
+
+def test_an_evaluation_asks_no_other_rank(tmp_path):
+    model = nn.BatchNorm1d(3, track_running_stats=False).eval()
+
+    @torch.no_grad()
+    def evaluate(x):
+        return model(x)
+
+    options = {"lowering": "eager", "batch_norm": "global", "dump": str(tmp_path), "stage": 0}
+    torch.compile(evaluate, backend="zero", options=options)(torch.randn(4, 3))
+    (program,) = tmp_path.glob("rank0/*/00_captured.py")
+    assert "over_ranks" not in program.read_text()
 
 
 def test_a_batch_norm_that_talks_to_ranks_itself_is_refused(monkeypatch):

@@ -446,6 +446,20 @@ def test_a_batch_that_is_not_given_to_the_step_cannot_be_followed():
     assert "Call the step with the batch" in words
 
 
+@pytest.mark.parametrize("alone", (True, False))
+def test_a_penalty_of_gradients_is_refused(alone):
+    """Which samples a gradient is of is not followed."""
+
+    def loss_of(model, batch):
+        hidden = F.gelu(model.up(model.embedding(batch["tokens"])))  # attention has one derivative
+        each = by_token(model.head(hidden), batch)
+        (slope,) = torch.autograd.grad(each.sum(), model.embedding.weight, create_graph=True)
+        penalty = slope.square().sum()
+        return penalty if alone else each.sum() / batch["mask"].sum() + penalty
+
+    assert "is computed of a gradient" in refusal(loss_of, batch_of(0))
+
+
 def test_batch_norm_is_said_to_stay_a_ranks_own(caplog):
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, fx
 
-from zerofx.capture.checks import argument
+from zerofx.capture.checks import argument, is_backward_call
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.source import source_line
@@ -32,18 +32,34 @@ def spread_batch_norms(gm: fx.GraphModule, may_lack_data: bool) -> None:
     ``mean`` and ``var`` become the same on all ranks.  Backward has one more sum over the ranks, of
     what its sums over a rank's batch are.  A rank that ``may_lack_data`` adds nothing without.
 
-    Raises: StepError for a batch norm that is computed in another way.
+    One without running statistics normalises with a batch's own in evaluation too: there, where
+    nothing is differentiated, it stays as it is.
+
+    Raises: StepError for a batch norm that is computed in another way, or differentiated twice.
     """
+    calls = [node for node in gm.graph.nodes if is_backward_call(node)]
     parts = [part for part in gm.modules() if isinstance(part, fx.GraphModule)]  # checkpointed ones
     for node in itertools.chain.from_iterable(part.graph.nodes for part in parts):
         if node.target is F.batch_norm:
-            if argument(node, 5, "training"):
+            keeps = argument(node, 1, "running_mean") is not None
+            if argument(node, 5, "training") and (calls or keeps):
+                _refuse_differentiated_twice(calls)
                 node.target = _over_ranks
                 node.kwargs = {**node.kwargs, "may_lack_data": may_lack_data}
         elif node.op == "call_function" and "batch_norm" in getattr(node.target, "__name__", ""):
             raise StepError(
                 "batch_norm=global knows the batch norms of torch.nn, and F.batch_norm. Call one "
                 f"of these, or leave the option out.\n  at {source_line(node)}"
+            )
+
+
+def _refuse_differentiated_twice(calls: list[fx.Node]) -> None:
+    for call in calls:
+        if argument(call, 4, "create_graph"):
+            raise StepError(
+                "batch_norm=global: gradients are differentiated again (create_graph=True), and "
+                "those of a batch norm over all ranks cannot be. Leave the option out, or have "
+                f"the norm in evaluation there.\n  at {source_line(call)}"
             )
 
 
@@ -61,8 +77,8 @@ def _over_ranks(
 ) -> Tensor:
     """Compute ``F.batch_norm`` of all ranks' batches; statistics are in float32 at least."""
     has_data = None
-    if may_lack_data:  # what a mean is weighed with takes its place, which is zero without
-        has_data = ops.has_data(torch.float32, x.device) != 0
+    if may_lack_data:
+        has_data = ops.has_data(torch.bool, x.device)
     normalised, mean, var, count = _BatchNorm.apply(x, has_data, eps)
     with torch.no_grad():
         of_all = var * (count / (count - 1))

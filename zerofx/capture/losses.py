@@ -147,6 +147,8 @@ def _weigh_as_a_mean(builder: Builder, graph: fx.Graph, data: Data) -> None:
         if node is data.mine:
             continue
         value, weight = node.meta["val"], data.weight
+        if value.dtype == torch.bool:  # it asks whether there are, and weighs no mean
+            weight = data.mine
         if (value.dtype, value.device) != (torch.float32, weight.meta["val"].device):
             with builder.before(node, role=Role.LOSS_COUNT) as call:
                 wanted = {"dtype": value.dtype, "device": value.device}

@@ -147,10 +147,11 @@ def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callabl
     def no_backward_graph(_gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable:
         raise GraphError("AOTAutograd split the step in two: a result still wants a gradient.")
 
-    for node in gm.graph.nodes:
-        if node.target is torch.autograd.grad:
-            node.target = _grad
-    gm.recompile()
+    for part in [part for part in gm.modules() if isinstance(part, torch.fx.GraphModule)]:
+        for node in part.graph.nodes:
+            if node.target is torch.autograd.grad:
+                node.target = _grad
+        part.recompile()
     with _own_recomputation():
         return aot_module_simplified(
             gm,

@@ -38,7 +38,7 @@ def check_library(package: str, versions: str, kind: type, *names: str) -> None:
 def plain(model: Any) -> Any:
     """Return a model without DDP.  Raises: ValueError for one that is sharded already."""
     if isinstance(model, (DistributedDataParallel, DataParallel)):
-        return model.module
+        return plain(model.module)
     parts = list(model.modules()) if isinstance(model, nn.Module) else []
     for kind in {kind for part in parts for kind in type(part).__mro__}:
         if kind.__module__.startswith(("torch.distributed.fsdp", "deepspeed")):

@@ -97,6 +97,10 @@ class Samples:
         for node in nodes[: nodes.index(losses[-1]) + 1] if losses else ():
             if node.op == "call_function" and not is_backward(node):
                 self.values[node] = self._value(node)
+            elif node.op == "call_function":  # followed no further, but for what is averaged
+                self.values[node] = Value(
+                    Kind.MIXED, _none(node), culprit=node, why="is computed of a gradient"
+                )
             elif node.op == "get_attr":
                 self.values[node] = Value(Kind.SAME, _none(node))
         return self
@@ -152,7 +156,7 @@ class Samples:
             return [self._of_part(node)]
         if node.target is ops.count:
             return [self._of_count(node)]
-        if node.target is ops.over_ranks:  # a statistic of all batches
+        if node.target in (ops.over_ranks, ops.gradient):  # of all ranks, or averaged over them
             return [Value(Kind.SAME, _none(node))]
         if all(source.kind == Kind.SAME for source in sources):
             return self._made_of_nothing(node)

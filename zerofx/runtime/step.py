@@ -121,6 +121,7 @@ class StepRuntime:
             for position, role in roles
             if role.kind == "parameter"
         ]
+        self.buffer_inputs = [position for position, role in roles if role.kind == "buffer"]
         gradients = [(position, role) for position, role in roles if role.kind == "gradient"]
         self.whole_gradients = [
             (position, role.parameter)
@@ -227,7 +228,7 @@ class StepRuntime:
         inputs.clear()
         self._check_model(values)
         if self.options.batch_norm == "rank0":
-            make_equal(map(_alive, self.buffers), self.communicator)
+            make_equal([values[at] for at in self.buffer_inputs], self.communicator)
         self.buckets.begin_call(
             [values[position] for position, _ in self.parameter_inputs]
             if self.options.stage < 3
