@@ -968,3 +968,42 @@ def test_data_of_another_shape_is_refused():
 
     with pytest.raises(StepError, match=r"'weight', of shape \[2, 3\], data of shape \[1, 6\]"):
         torch.compile(step, backend="zero")(torch.ones(2, 3))
+
+
+class InParts(torch.Tensor):
+    """As torchao's weights are: of several tensors."""
+
+    @staticmethod
+    def __new__(cls, part):
+        return torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype)
+
+    def __init__(self, part):
+        self.part = part
+
+    def __tensor_flatten__(self):
+        return ["part"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, context, size, stride):
+        return InParts(parts["part"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), named=None):
+        whole = [one.part if isinstance(one, InParts) else one for one in arguments]
+        found = function(*whole, **(named or {}))
+        return InParts(found) if function is torch.ops.aten.detach.default else found
+
+
+def test_a_weight_of_several_tensors_is_refused():
+    model = torch.nn.Linear(3, 2)
+    model.weight = torch.nn.Parameter(InParts(torch.ones(2, 3)), requires_grad=False)
+    optimizer = torch.optim.SGD([model.bias], lr=0.1)
+
+    def step(x):
+        loss = (torch.ops.aten.mm.default(x, model.weight.t()) + model.bias).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises((StepError, TypeError), match="'weight'.*InParts.*one ordinary storage"):
+        torch.compile(step, backend="zero")(torch.ones(2, 3))

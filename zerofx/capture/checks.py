@@ -14,6 +14,7 @@ from zerofx.capture import substitutes
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.source import source_line
+from zerofx.runtime.parameters.guarded import check_dense
 
 if TYPE_CHECKING:
     from zerofx.capture.step import StepCapture
@@ -37,6 +38,7 @@ def check_step(step: StepCapture) -> None:
             f"model.to({str(first)!r}) before building the optimizer."
         )
     for info, parameter in zip(step.table, step.tensors, strict=True):
+        check_dense(parameter, info.name)
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise StepError(
                 f"parameter {info.name!r} has gradient hooks, which would not run inside the "

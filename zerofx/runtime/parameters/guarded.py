@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from zerofx import compat
 from zerofx.deferred.ledger import LEDGER
 from zerofx.errors import FileTierError
 from zerofx.ir.parameters import storage_order
@@ -101,6 +102,18 @@ def guarded_class(own: type) -> type:
     return type(f"Sharded{own.__name__}", (ShardedParameter, own), {"__module__": own.__module__})
 
 
+def check_dense(parameter: nn.Parameter, name: str) -> None:
+    """Raise TypeError for a parameter that has its values in several tensors, or sparse."""
+    kind = type(parameter)
+    is_own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if (is_own and not compat.tensors.is_fake(parameter)) or parameter.layout is not torch.strided:
+        raise TypeError(
+            f"parameter {name!r} (class {kind.__name__}, layout {parameter.layout}) does not keep "
+            "its values in one ordinary storage, and cannot be sharded as a flat buffer. Use a "
+            "dense nn.Parameter."
+        )
+
+
 def check_guardable(parameter: nn.Parameter, name: str) -> None:
     """Refuse a parameter that cannot be cut into flat shards or guarded between steps.
 
@@ -117,14 +130,7 @@ def check_guardable(parameter: nn.Parameter, name: str) -> None:
             f"parameter {name!r} is not initialized yet (a lazy module). Run one eager forward "
             "pass before the first compiled step."
         )
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or (
-        parameter.layout is not torch.strided
-    ):
-        raise TypeError(
-            f"parameter {name!r} (class {kind.__name__}, layout {parameter.layout}) does not keep "
-            "its values in one ordinary storage, and cannot be sharded as a flat buffer. Use a "
-            "dense nn.Parameter."
-        )
+    check_dense(parameter, name)
     if parameter.is_meta:
         raise ValueError(
             f"parameter {name!r} is on the meta device and has no values. Materialize the model "
