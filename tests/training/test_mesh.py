@@ -316,7 +316,7 @@ def gathers_between_nodes(path):
 def test_a_second_shard_is_filled_once_after_each_change(ranks, tmp_path):
     changed, same = True, False
     wanted = [same, same, same, changed, same, changed, changed, changed]
-    for found in ranks(4).run(gathers_between_nodes, str(tmp_path / "saved")):
+    for found in ranks(4).run(gathers_between_nodes, str(tmp_path / "saved"), timeout_s=300):
         assert found == wanted
 
 
