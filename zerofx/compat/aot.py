@@ -36,7 +36,7 @@ def _grad(*arguments: Any, **named: Any) -> Any:
     if mode is None:
         return torch.autograd.grad(*arguments, **named)
     nodes = mode.tracer.graph.nodes
-    last = next(reversed(nodes), None)
+    last = next(iter(reversed(nodes)), None)
     found = torch.autograd.grad(*arguments, **named)
     for node in reversed(nodes):
         if node is last:
