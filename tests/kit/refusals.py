@@ -1,4 +1,4 @@
-"""What tests of refusals share: a good step, an error's words, that nothing has been touched."""
+"""Gives tests of refusals a good step, an error's words, and a check of what it left alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def good_step(model, optimizer, x, y):
 
 
 def words(error: BaseException) -> str:
-    """What the user reads: the message and its notes."""
+    """Return what the user reads: the message and its notes."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
