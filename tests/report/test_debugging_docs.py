@@ -51,11 +51,11 @@ def test_the_walk_can_be_walked(tmp_path, monkeypatch, capsys):
     for line in peak.splitlines():
         # Of when, the line depends on what the machine is taken for.
         assert re.sub(r" at \S+ µs, \d+%", "", line) in re.sub(r" at \S+ µs, \d+%", "", drawn)
-    pictures = re.findall(r"^dumps/.*10_prefetch\.png", drawn, re.M)
+    pictures = re.findall(r"^dumps/.*11_prefetch\.png", drawn, re.M)
     assert len(pictures) == 2 and all((tmp_path / picture).exists() for picture in pictures)
     shown = re.findall(r"^(0\d  \w+ .*)$", PAGE, re.M)
     without_seconds = [re.sub(r"0\.\d{4}", "", line).split() for line in summary.splitlines()]
-    assert len(shown) == 3
+    assert len(shown) == 4
     for row in shown:
         assert re.sub(r"0\.\d{4}", "", row).split() in without_seconds
     (quoted,) = re.findall(r"```\n(a rank keeps .*?)```", PAGE, re.S)
