@@ -19,6 +19,7 @@ from tests.kit.ranks import (  # noqa: F401
     ranks_on_sockets_fixture,
 )
 from tests.kit.traffic import traffic_of
+from tests.kit.trainings import program_of
 from zerofx.__main__ import main
 from zerofx.backend import zero
 from zerofx.cost.traffic import wire_bytes
@@ -277,7 +278,7 @@ def gathers_between_nodes(path):
     model, optimizer = trainer.model, trainer.optimizer
     evaluate = torch.compile(torch.no_grad()(loss_of), backend="zero", options=options)
     trainer.steps["backward"](model, batch)
-    function = next(function for function in zero.functions if function.programs)
+    function = program_of(trainer.steps["backward"]).function
     traffic = traffic_of(function.communicator.along("node"))
     found = []
 
