@@ -73,6 +73,7 @@ def process(monkeypatch):
         return _Compiled(region._run_operators, lambda values: True)
 
     monkeypatch.setattr(CompiledRegion, "_compile", compiled)
+    monkeypatch.setattr(AtOnce, "_most", lambda self: 9)
     return one
 
 
@@ -105,7 +106,7 @@ class Ranks:
         for rank in self.ranks:
             ready = {name: rank._is_ready(name, None) for name in rank._units}
             replays = rank.record is not None and rank.record.is_replayed
-            said.append(json.dumps([replays, ready]).encode())
+            said.append(json.dumps([replays, rank._most(), ready]).encode())
         for rank, theirs in zip(self.ranks, reversed(said), strict=True):
             self.theirs = theirs
             with rank.running():
@@ -132,6 +133,37 @@ def test_ranks_take_over_in_the_same_step(process):
     assert both.waiting() == [[False, False], [False, False]] and process.is_closed
     assert [rank.taken for rank in both.ranks] == [{"region_0": 2, "region_1": 4}] * 2
     assert all(rank.is_over for rank in both.ranks)
+
+
+def test_a_step_takes_over_no_more_than_the_rank_with_least_time_for_it(process, monkeypatch):
+    both = Ranks()
+    both.step()
+    process.done.update(one.text for of in both.programs for one in of.children())
+    monkeypatch.setattr(AtOnce, "_most", lambda self: 1 + both.ranks.index(self))
+    both.step()
+    assert both.waiting() == [[False, True], [False, True]]
+    both.step()
+    assert both.waiting() == [[False, False], [False, False]]
+    assert [rank.taken for rank in both.ranks] == [{"region_0": 2, "region_1": 3}] * 2
+
+
+def test_a_step_takes_over_what_takes_no_longer_than_the_last_one():
+    rank = AtOnce("step", lambda value: [value])
+    assert rank._most() == 1, "nothing has been measured"
+    rank._took_s, rank._takes_s = 1.0, 0.3
+    assert rank._most() == 3
+
+
+def test_equal_regions_are_taken_over_together(process):
+    rank, of = AtOnce("step", lambda value: [value]), program(4, 8, 4)
+    rank.add(of)
+    assert list(rank._units) == ["region_0", "region_1"]
+    with rank.running():
+        assert [one.waits for one in of.children()] == [True] * 3
+    process.done.update(unit.text for unit in rank._units.values())
+    with rank.running():
+        assert [one.waits for one in of.children()] == [False] * 3
+    assert rank.taken == {"region_0": 2, "region_1": 2}
 
 
 def test_a_program_that_needs_nothing_compiled_is_over_with_its_third_step(process):
@@ -209,17 +241,19 @@ def test_a_record_that_is_none(text, tmp_path):
         Record(str(tmp_path / "steps.json"), is_writer=True)
 
 
-def trained(options, steps=12, process_seen=None):
-    """Train a tower; return losses, parameters, and what was taken over."""
+def trained(options, rows=(8,) * 12, process_seen=None, **arguments):
+    """Train a tower on so many rows a step; return losses, parameters, and what was taken over."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Tower(200)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    compiled = torch.compile(step_with(squared_loss), backend="zero", options=options)
-    batch = features(0, 8)[0][:, :6], torch.ones(8, 3)
+    step_of = step_with(squared_loss)
+    compiled = torch.compile(step_of, backend="zero", options=options, **arguments)
     losses = []
-    for step in range(steps):
-        losses.append(compiled(model, optimizer, *batch).item())
+    for step, number in enumerate(rows):
+        batch = features(0, number)[0][:, :6], torch.ones(number, 3)
+        with mock.patch.object(AtOnce, "_most", lambda self: 99):
+            losses.append(compiled(model, optimizer, *batch).item())
         at = program_of(compiled).at_once
         if process_seen is not None and step < 2:
             process_seen(at)
@@ -268,6 +302,27 @@ def test_a_step_takes_over_what_is_compiled_meanwhile(monkeypatch, caplog, tmp_p
 
 
 @pytest.mark.slow(reason="another process imports torch and compiles")
+def test_batches_of_other_sizes_compile_nothing_in_the_training(monkeypatch, tmp_path):
+    """With symbolic sizes from the first call on: one program, and one kernel a region."""
+    rows = (4, 4, 2, 4, 4, 2, 3, 4, 9, 5)
+    monkeypatch.setattr(CompiledRegion, "_known", known := {})
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counters.clear()
+    losses, parameters, at = trained(
+        {"start": "at_once", "stage": 3}, rows, process_seen=wait_for_all, dynamic=True
+    )
+    assert counters["inductor"]["fxgraph_cache_hit"] >= 5
+    assert not counters["inductor"]["fxgraph_cache_miss"], "all is in the cache"
+    assert counters["stats"]["unique_graphs"] == 1
+    monkeypatch.undo()
+    assert at.is_over and set(at.taken.values()) == {2, 3}
+    assert {len(compiled) for compiled in known.values()} == {1}
+    eager, others, _ = trained({"lowering": "eager", "stage": 3}, rows)
+    torch.testing.assert_close(losses, eager, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(parameters, others, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow(reason="another process imports torch and compiles")
 def test_a_process_that_dies_leaves_the_compiling_to_the_training(monkeypatch):
     monkeypatch.setattr(CompiledRegion, "_known", {})
 
@@ -304,13 +359,13 @@ def test_without_a_cache_it_is_refused():
         torch._inductor.config.patch(fx_graph_cache=False),
         pytest.raises(StepError, match="start=at_once takes what another process compiles"),
     ):
-        trained({"start": "at_once"}, steps=1)
+        trained({"start": "at_once"}, rows=(8,))
 
 
 @pytest.mark.parametrize("start", ["later", "compiled:x", "at_once:", ""])
 def test_a_start_that_is_none(start):
     with pytest.raises(ValueError, match="must be compiled, at_once or at_once:FILE"):
-        trained({"start": start}, steps=1)
+        trained({"start": start}, rows=(8,))
 
 
 def on_rank(stage, slow_rank):
@@ -321,7 +376,7 @@ def on_rank(stage, slow_rank):
         if torch.distributed.get_rank() == slow_rank:
             at._is_ready = lambda name, step: at.step >= 10
 
-    losses, parameters, at = trained({"start": "at_once", "stage": stage}, 16, see)
+    losses, parameters, at = trained({"start": "at_once", "stage": stage}, (8,) * 16, see)
     return losses, parameters, at.taken
 
 
@@ -373,7 +428,7 @@ def test_the_process_ends_when_it_is_told_to_though_others_hold_its_pipe():
 def start_apart():
     start = "at_once" if torch.distributed.get_rank() else "compiled"
     with pytest.raises(AgreementError, match="start: compiled"):
-        trained({"start": start}, steps=1)
+        trained({"start": start}, rows=(8,))
 
 
 @pytest.mark.slow(reason="ranks compile")

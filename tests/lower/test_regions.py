@@ -2,6 +2,7 @@
 
 import operator
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx  # noqa: F401 - makes the backend known
 from tests.kit.covering import first
+from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx import compat
 from zerofx.lower.lowering import lower
 from zerofx.lower.regions import CompiledRegion
@@ -369,10 +372,39 @@ def test_what_inductor_has_assumed_of_sizes_is_checked():
     six = graph.call_function(aten.arange.default, (6,))
     graph.output((graph.call_function(aten.add.Tensor, (x, six)),))
     gm = fx.GraphModule({}, graph)
-    run, holds_for = compat.inductor.compile_for_sizes(gm, [torch.ones(6)], [like], [])
+    like = [compat.inductor.Like.of(like)]
+    run, holds_for = compat.inductor.compile_for_sizes(gm, [torch.ones(6)], like)
     assert holds_for([torch.ones(6)]) and not holds_for([torch.ones(7)])
     assert run([torch.ones(6)])[0].equal(torch.arange(6.0) + 1)
-    assert compat.inductor.compile_for_sizes(gm, [torch.ones(12)[::2]], [like], []) is None
+    part = torch.ones(7)[1:]  # as a parameter is of what is gathered
+    assert holds_for([part]), "where it lies in a storage does not matter"
+    assert run([part])[0].equal(torch.arange(6.0) + 1)
+    assert compat.inductor.compile_for_sizes(gm, [torch.ones(12)[::2]], like) is None
+
+
+def compilations_of_sizes():
+    """How often regions have been compiled when each batch has come; on one of several ranks."""
+    compiled, counts = [], []
+    original = CompiledRegion._compile
+
+    def counted(region, values):
+        compiled.append(region)
+        return original(region, values)
+
+    def noted():
+        for size in (3, 5, 4, 9, 2, 7):
+            yield torch.randn(size, 6)
+            counts.append(len(compiled))
+
+    with mock.patch.object(CompiledRegion, "_compile", counted):
+        trained(lambda model, x: model(x).square().mean(), noted())
+    return counts
+
+
+@pytest.mark.slow(reason="ranks compile")
+def test_ranks_that_gather_compile_for_no_third_size(ranks):  # noqa: F811
+    for counts in ranks(2).run(compilations_of_sizes, timeout_s=200.0):
+        assert 0 < counts[0] < counts[1] == counts[-1], counts
 
 
 @pytest.mark.nightly

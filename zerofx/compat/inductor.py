@@ -7,19 +7,20 @@ import contextvars
 import ctypes
 import functools
 import importlib
+import itertools
 import pickle
 import pickletools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch._functorch.config
-from sympy import sympify
+from sympy import Basic, sympify
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
@@ -28,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from zerofx.compat.aot import scalar_hint
 from zerofx.compat.compile_cache import turn_to_compile
 from zerofx.worker import Worker
 
@@ -87,11 +89,11 @@ def _prepare() -> None:
     of a first call with an empty cache (torch 2.13, two CPU cores, November 2026).  A compiler
     that makes the widest makes the others: with that one tried, the rest is taken for granted.
 
-    Private: ``cpu_vec_isa``, alike from 2.11 to 2.15; elsewhere Inductor tries them itself.  It can
-    go when torch tries one alone.
+    Private: ``cpu_vec_isa`` and keys of ``codecache``, alike from 2.11 to 2.15; elsewhere Inductor
+    finds them itself.  The first can go when torch tries one kind alone.
     """
     import_inductor()
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import codecache, config, cpu_vec_isa
 
     with contextlib.suppress(AttributeError):
         flags = cpu_vec_isa.x86_isa_checker()  # none of another processor
@@ -101,6 +103,9 @@ def _prepare() -> None:
             with config.patch({"cpp.vec_isa_ok": True}):
                 cpu_vec_isa.valid_vec_isa_list()  # which keeps what it finds
         cpu_vec_isa.pick_vec_isa()
+    with contextlib.suppress(Exception):  # what its cache's keys begin with: hashes of its sources
+        codecache.torch_key()
+        codecache.CacheBase.get_system()
 
 
 def settings() -> dict[str, Any]:
@@ -181,28 +186,53 @@ def set_settings(found: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Like:
-    """An input of a graph: a tensor's shape and strides, in elements; or another value."""
+    """An input of a graph: a tensor's shape and strides, in elements; or another value.
 
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
+    A symbolic size is an expression of sympy's.
+    """
+
+    shape: tuple[Any, ...] = ()
+    stride: tuple[Any, ...] = ()
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     value: Any = None
 
     @classmethod
-    def of(cls, value: Any) -> Like:
+    def of(cls, value: Any, number: Callable[[Any], Any] = lambda size: _expression(size)) -> Like:
+        """Describe a value, each of its sizes as ``number`` gives it."""
         if not isinstance(value, torch.Tensor):
-            return cls(value=value)
-        return cls(tuple(value.shape), value.stride(), value.dtype, value.device)
+            return cls(value=number(value))
+        shape, stride = (tuple(map(number, of)) for of in (value.shape, value.stride()))
+        return cls(shape, stride, value.dtype, value.device)
 
-    def made(self) -> Any:
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """Shape and strides, or the value."""
+        return (self.value,) if self.dtype is None else (*self.shape, *self.stride)
+
+    def made(self, fakes: FakeTensorMode | None = None) -> Any:
         """Return such a value; of a tensor, one without memory."""
         if self.dtype is None:
             return self.value
-        with FakeTensorMode():
+        with fakes or FakeTensorMode():
             return torch.empty_strided(
                 self.shape, self.stride, dtype=self.dtype, device=self.device
             )
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def as_captured(values: Sequence[Any]) -> list[Any] | None:
+    """Return captured values with the sizes that they had; None if a size was not known."""
+    made = []
+    for value in values:
+        like = Like.of(value, scalar_hint)
+        if None in like.sizes:
+            return None
+        made.append(like.made())
+    return made
 
 
 WITHOUT_CUDAGRAPHS = {"triton.cudagraphs": False}
@@ -255,68 +285,88 @@ def compile_with_inductor(
 
 
 def compile_for_sizes(
-    gm: torch.fx.GraphModule, values: Sequence[Any], like: Sequence[Any], donated: Sequence[int]
+    gm: torch.fx.GraphModule,
+    values: Sequence[Any],
+    like: Sequence[Like],
+    donated: Sequence[int] = (),
 ) -> tuple[Callable, Callable[[Sequence[Any]], bool]] | None:
     """Compile as above for all inputs whose sizes and strides are those of ``like``, in symbols.
 
     Returns what runs such a list of inputs, and what tells whether others are such, and hold what
-    Inductor has assumed of ``values``.  None if a symbol is nowhere itself the size of an input, or
-    if ``values`` lie otherwise in memory.
+    Inductor has assumed of ``values``.  None if a symbol, or a whole multiple of it, is nowhere
+    the size of an input, or if ``values`` lie otherwise in memory.
+
+    The symbols are inputs too, behind the others: of what was assumed of a size, torch's cache
+    keeps what is of such inputs.
     """
     from torch._inductor.compile_fx import compile_fx
 
     shapes = ShapeEnv()
     fakes = FakeTensorMode(shape_env=shapes)
-    pairs = [pair for both in zip(like, values, strict=True) for pair in _sizes(*both)]
-    hints = {symbol: size for size, symbol in _expressions(pairs) if symbol.is_Symbol}
-    if any(expression.xreplace(hints) != size for size, expression in _expressions(pairs)):
-        return None
+    expected = [list(map(sympify, one.sizes)) for one in like]
+    found = [Like.of(value).sizes for value in values]
+    places: dict[Any, tuple[int, int, int]] = {}  # the size that is so many times each symbol
+    for at, sizes in enumerate(expected):
+        for position, size in enumerate(sizes):
+            times, symbol = size.as_coeff_Mul()
+            if symbol.is_Symbol and times.is_Integer:
+                places.setdefault(symbol, (at, position, int(times)))
+
+    def symbols_of(sizes: Sequence[Sequence[Any]]) -> list[Any]:
+        return [sizes[at][position] // times for at, position, times in places.values()]
+
+    hints = dict(zip(places, symbols_of(found), strict=True))
+    for sizes, its in zip(expected, found, strict=True):
+        if any(size.xreplace(hints) != one for size, one in zip(sizes, its, strict=True)):
+            return None
     dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     symbols = {}
     for symbol, size in hints.items():
         (new,) = fakes.from_tensor(torch.empty(size, device="meta"), symbolic_context=dynamic).shape
-        symbols[symbol] = new.node.expr if isinstance(new, torch.SymInt) else new  # 0 or 1
+        symbols[symbol] = _expression(new)  # 0 and 1 are themselves
 
-    def number(symbolic: Any) -> Any:
-        if not isinstance(symbolic, torch.SymInt):
-            return symbolic
-        expression = symbolic.node.expr
-        hint = int(expression.xreplace(hints))
-        return shapes.create_symintnode(expression.xreplace(symbols), hint=hint)
+    def number(size: Any) -> Any:
+        size = sympify(size)
+        if not size.free_symbols:
+            return int(size)
+        hint = int(size.xreplace(hints))
+        return shapes.create_symintnode(size.xreplace(symbols), hint=hint)
 
-    def fake(symbolic: Any) -> Any:
-        if not isinstance(symbolic, torch.Tensor):
-            return number(symbolic)
-        size, stride = (list(map(number, of)) for of in (symbolic.shape, symbolic.stride()))
-        with fakes:
-            return torch.empty_strided(size, stride, dtype=symbolic.dtype, device=symbolic.device)
+    def in_symbols(one: Like) -> Like:
+        shape, stride = (tuple(map(number, of)) for of in (one.shape, one.stride))
+        value = number(one.value) if isinstance(one.value, Basic) else one.value
+        return replace(one, shape=shape, stride=stride, value=value)
 
-    # What torch's caches hold of a graph lacks what was assumed of sizes that are no inputs of it.
+    def with_symbols(values: list[Any]) -> list[Any]:
+        values += symbols_of([Like.of(value).sizes for value in values])
+        return values
+
+    def numbers(of: Sequence[Like], symbols: Sequence[Any]) -> list[Any]:
+        return [*itertools.chain.from_iterable(one.sizes for one in of), *symbols]
+
+    # AOTAutograd's cache lacks those sizes.
     uncached = torch._functorch.config.patch(enable_autograd_cache=False)
-    patches = {**IN_ORDER, "fx_graph_cache": False}
 
     def compile_region() -> tuple[Callable, Any]:
         with torch.no_grad(), tracing(TracingContext(fakes)), uncached:
-            examples = list(map(fake, like))
-            run = compile_fx(gm, [list(examples)], config_patches=patches, **_donating(donated))
-            return run, shapes.produce_guards_expression(examples, ignore_static=False)
+            new, known = list(map(in_symbols, like)), list(map(number, places))
+            examples = [one.made(fakes) for one in new]
+            if any(map(_is_on_cpu, examples)):
+                prepare()
+            donating = _donating(donated)
+            run = compile_fx(gm, [examples + known], config_patches=IN_ORDER, **donating)
+            # Of sizes and not of tensors: these are guarded by where in a storage they lie, too.
+            return run, shapes.produce_guards_expression(numbers(new, known), ignore_static=False)
 
-    run, guards = _in_thread_of_its_own(compile_region)
-    return run, lambda others: not guards or shapes.evaluate_guards_expression(guards, others)
+    run, text = _in_thread_of_its_own(compile_region)
+    guards: Any = compile(text or "True", "<guards of a region>", "eval")  # once, not every call
 
+    def holds_for(others: Sequence[Any]) -> bool:
+        found = list(map(Like.of, others))
+        known = symbols_of([one.sizes for one in found])
+        return shapes.evaluate_guards_expression(guards, numbers(found, known))
 
-def _sizes(symbolic: Any, value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, torch.Tensor):
-        yield from zip(
-            (*symbolic.shape, *symbolic.stride()), (*value.shape, *value.stride()), strict=True
-        )
-    else:
-        yield symbolic, value
-
-
-def _expressions(pairs: Sequence[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    for symbolic, size in pairs:
-        yield size, symbolic.node.expr if isinstance(symbolic, torch.SymInt) else sympify(symbolic)
+    return (lambda inputs: run(with_symbols(inputs))), holds_for
 
 
 def _is_on_cpu(value: Any) -> bool:

@@ -33,6 +33,9 @@ STEPS_THAT_ASK = 2
 
 LONGEST_PAUSE_S = 2.0
 
+TAKES_S = 0.3
+"""What taking over something is thought to take, until it has been measured."""
+
 Steps = Mapping[str, int]
 """The step in which each region and kernel was taken over, by its name."""
 
@@ -93,8 +96,9 @@ class AtOnce:
     """Takes over what is compiled at the beginning of a step, all ranks in the same one.
 
     Ranks that compute the same, as whole parameters at stage 0, would else drift apart by last
-    bits: every step before all is taken over begins with an ``exchange``.  With a ``record`` that
-    is replayed, steps take over what it says, and wait for it.
+    bits: every step before all is taken over begins with an ``exchange``.  A step takes over as
+    much as takes no longer than the last one did, or one thing.  With a ``record`` that is
+    replayed, steps take over what it says, and wait for it.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class AtOnce:
         self.record = record
         self.pause = pause  # before a step, times what the last one took
         self._took_s = 0.0
+        self._takes_s = TAKES_S
         self.step = 0
         self.is_over = False
         self.taken: dict[str, int] = {}
@@ -117,16 +122,21 @@ class AtOnce:
         self._works: list[Work] = []  # of the first step: the process would make it slower
 
     def add(self, program: nn.Module) -> None:
-        """Have a program's regions compiled, but for those that are already."""
+        """Have a program's regions compiled, but for those that are already.
+
+        Equal ones are taken over together, under the first one's name.
+        """
+        names: dict[str, str] = {}
         for name, region in program.named_children():
             if not isinstance(region, CompiledRegion) or not region.is_to_compile:
                 continue
-            graph = packed([region.gm.graph], [compat.inductor.EMPTIED])
-            if graph is not None:  # else it is compiled when it first runs
+            assert region.sample is not None
+            beside = list(map(Like.of, region.sample)), region.like, region.donated
+            data = packed([region.gm.graph], [compat.inductor.EMPTIED], beside)
+            if data is not None:  # else it is compiled when it first runs
                 region.waits = True
-                like = tuple(map(Like.of, region.like))
-                work = Work(region.text, graph, like, tuple(region.donated))
-                self._send(name, work, id(region), region.take)
+                name = names.setdefault(region.text, name)
+                self._send(name, Work(region.text, data), id(region), region.take)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -157,14 +167,14 @@ class AtOnce:
             return False
         if name in self._units and id(kernel) in self._units[name].takes:
             return True
-        graph = packed([kernel.graph.graph], [compat.inductor.EMPTIED])
-        if graph is None:
+        data = packed([kernel.graph.graph], [compat.inductor.EMPTIED], [like])
+        if data is None:
             return False
 
         def take() -> None:
             kernel.compile([one.made() for one in like])
 
-        self._send(name, Work(text, graph, like, of_any_length=True), id(kernel), take)
+        self._send(name, Work(text, data, of_any_length=True), id(kernel), take)
         return True
 
     def _send(self, name: str, work: Work, by: int, take: Callable[[], object]) -> None:
@@ -176,28 +186,29 @@ class AtOnce:
 
     def _begin_step(self) -> None:
         self.step += 1
-        if self._units:  # so that the process has the core meanwhile
-            time.sleep(min(self.pause * self._took_s, LONGEST_PAUSE_S))
         replayed = self._replayed()
         ready = {name: self._is_ready(name, replayed.get(name)) for name in self._units}
         is_replayed = self.record is not None and self.record.is_replayed
-        every = [
-            json.loads(its) for its in self.exchange(json.dumps([is_replayed, ready]).encode())
-        ]
-        if any(its != is_replayed for its, _ in every):
+        said = json.dumps([is_replayed, self._most(), ready]).encode()
+        every = [json.loads(its) for its in self.exchange(said)]
+        if any(its != is_replayed for its, _, _ in every):
             assert self.record is not None
             raise StepError(
                 f"start=at_once:{self.record.path}: some ranks find this file and others do not. "
                 "Put it where all ranks can read it."
             )
-        names = set().union(*(its for _, its in every))
-        taken = sorted(name for name in names if all(its.get(name, True) for _, its in every))
+        names = set().union(*(its for _, _, its in every))
+        taken = sorted(name for name in names if all(its.get(name, True) for _, _, its in every))
+        if not is_replayed:
+            taken = taken[: min(most for _, most, _ in every)]
+        begun_s = time.perf_counter()
         for name in taken:
             self.taken[name] = self.step
             unit = self._units.pop(name, None)
             for take in unit.takes.values() if unit else ():
                 take()
         if taken:
+            self._takes_s = (time.perf_counter() - begun_s) / len(taken)
             logger.info(
                 "%s: step %d takes over %s; %d of %d are compiled",
                 *(self.name, self.step, ", ".join(taken)),
@@ -205,10 +216,16 @@ class AtOnce:
             )
             if self.record is not None:
                 self.record.note(self.name, self.taken)
+        elif self._units and self.step > STEPS_THAT_ASK:  # so that the process has the core
+            time.sleep(min(self.pause * self._took_s, LONGEST_PAUSE_S))
         if not self._units and self._process is not None:
             self._process.close()
             self._process = None
         self.is_over = self.step > STEPS_THAT_ASK and len(taken) == len(names)
+
+    def _most(self) -> int:
+        """Return how much this rank would take over in this step."""
+        return max(1, int(self._took_s / max(self._takes_s, 1e-3)))
 
     def _replayed(self) -> Steps:
         if self.record is None or not self.record.is_replayed:

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from zerofx import compat
+from zerofx.compat.inductor import Like
 from zerofx.ir.aliases import aliased_inputs, memory_of, uses
 from zerofx.ir.interface import region_of
 from zerofx.ir.sizes import is_symbolic
@@ -137,11 +138,11 @@ class _Compiled:
 class CompiledRegion(nn.Module):
     """The compute between two zerofx operators, compiled by Inductor before it first runs.
 
-    With inputs ``like`` what was captured, or, where these lie otherwise in memory, with the values
+    With the ``sample`` that was captured, or, where inputs lie otherwise in memory, with the values
     at hand.  That needs no tracing context of the step's own compilation.  Equal regions, as those
-    of equal layers, share what has been compiled, if their inputs lie in memory alike.  One with
-    symbolic sizes is compiled with values, once for all sizes and once more for those that it does
-    not hold for.
+    of equal layers, share what has been compiled, if their inputs lie in memory alike.  One of any
+    size has inputs ``like`` those, with symbols for sizes: it is compiled once for all, and once
+    more for those that this does not hold for.
 
     It takes its inputs in a list, which it empties: what forward has saved for backward, and
     nobody reads later, is freed while the region runs and not after it.  Results may take the
@@ -159,8 +160,10 @@ class CompiledRegion(nn.Module):
         super().__init__()
         self.gm = gm
         values, *nodes = gm.graph.nodes
-        self.like = [value.meta.get("val") for value in values.users]
+        captured = [value.meta.get("val") for value in values.users]
         self.of_any_size = any(is_symbolic(node.meta.get("val")) for node in nodes)
+        self.like = tuple(map(Like.of, captured)) if self.of_any_size else None
+        self.sample = compat.inductor.as_captured(captured) if self.of_any_size else captured
         self.donated = donated  # positions of inputs
         self.text = f"{_computation(gm.graph)}\n{donated}"
         self.compiled = self._known.setdefault(self.text, [])
@@ -170,13 +173,14 @@ class CompiledRegion(nn.Module):
     @property
     def is_to_compile(self) -> bool:
         """Return whether nothing compiled is known for what was captured."""
-        return not self.of_any_size and self._find(self.like) is None
+        return self.sample is not None and self._find(self.sample) is None
 
     def compile_ahead(self, waits: bool = True) -> bool:
         """Compile for what was captured; return False if another one does, unless it waits."""
         with compat.compile_cache.turn_to_compile(self.text, waits) as is_mine:
             if is_mine:
-                self.compiled.append(self._compile(self.like))
+                assert self.sample is not None
+                self.compiled.append(self._compile(self.sample))
         return is_mine
 
     def take(self) -> None:
@@ -208,19 +212,10 @@ class CompiledRegion(nn.Module):
 
     def _compile(self, values: Sequence[Any]) -> _Compiled:
         """Compile for such inputs; what cannot be compiled runs operator by operator."""
-        compiled = None
         try:
-            if self.of_any_size:
-                compiled = compat.inductor.compile_for_sizes(
-                    self.gm, values, self.like, self.donated
-                )
-            if compiled is None:
-                layouts = _layouts(values)
-                run = compat.inductor.compile_with_inductor(self.gm, [list(values)], self.donated)
-                compiled = run, lambda others: _layouts(others) == layouts
+            return _Compiled(*compiled_region(self.gm, values, self.like, self.donated))
         except Exception as error:
             return self._uncompiled(error)
-        return _Compiled(*compiled)
 
     def _uncompiled(self, error: Exception) -> _Compiled:
         logger.warning(
@@ -246,6 +241,22 @@ class CompiledRegion(nn.Module):
         places = list(map(_place, held))
         found.copied = _shared_unasked(self.gm.graph, places, results)
         return tuple(r.clone() if at in found.copied else r for at, r in enumerate(results))
+
+
+def compiled_region(
+    gm: fx.GraphModule, values: Sequence[Any], like: Sequence[Like] | None, donated: Sequence[int]
+) -> tuple[Callable, Callable[[Sequence[Any]], bool]]:
+    """Compile a region for such values, or with symbols for all that are ``like`` them.
+
+    Returns what runs inputs, in a list, and what tells whether it is for those.
+    """
+    if like is not None:
+        of_any_size = compat.inductor.compile_for_sizes(gm, values, like, donated)
+        if of_any_size is not None:
+            return of_any_size
+    layouts = _layouts(values)
+    run = compat.inductor.compile_with_inductor(gm, [list(values)], donated)
+    return run, lambda others: _layouts(others) == layouts
 
 
 def compile_regions(program: nn.Module) -> Iterator[CompiledRegion]:
