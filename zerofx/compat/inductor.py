@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._functorch.config
-from sympy import Basic, sympify
+from sympy import Basic, Expr, sympify
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
@@ -308,8 +308,8 @@ def compile_for_sizes(
     places: dict[Any, tuple[int, int, int]] = {}  # the size that is so many times each symbol
     for at, sizes in enumerate(expected):
         for position, size in enumerate(sizes):
-            times, symbol = size.as_coeff_Mul()
-            if symbol.is_Symbol and times.is_Integer:
+            times, symbol = size.as_coeff_Mul() if isinstance(size, Expr) else (1, size)
+            if symbol.is_Symbol and int(times) == times:
                 places.setdefault(symbol, (at, position, int(times)))
 
     def symbols_of(sizes: Sequence[Sequence[Any]]) -> list[Any]:
@@ -323,7 +323,7 @@ def compile_for_sizes(
     symbols = {}
     for symbol, size in hints.items():
         (new,) = fakes.from_tensor(torch.empty(size, device="meta"), symbolic_context=dynamic).shape
-        symbols[symbol] = _expression(new)  # 0 and 1 are themselves
+        symbols[symbol] = sympify(_expression(new))  # 0 and 1 are themselves
 
     def number(size: Any) -> Any:
         size = sympify(size)
