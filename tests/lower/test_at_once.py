@@ -26,7 +26,7 @@ from zerofx import backend, compat
 from zerofx.errors import StepError
 from zerofx.lower import at_once
 from zerofx.lower.at_once import AtOnce, Record
-from zerofx.lower.compile_process import CompileProcess
+from zerofx.lower.compile_process import NICE, CompileProcess
 from zerofx.lower.regions import CompiledRegion, _Compiled
 from zerofx.runtime.comm.agreement import AgreementError
 
@@ -308,9 +308,17 @@ def test_batches_of_other_sizes_compile_nothing_in_the_training(monkeypatch, tmp
     monkeypatch.setattr(CompiledRegion, "_known", known := {})
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     counters.clear()
+    priorities = set()
+
+    def see(at):
+        wait_for_all(at)
+        if at._process is not None:
+            priorities.add(os.getpriority(os.PRIO_PROCESS, at._process._process.pid))
+
     losses, parameters, at = trained(
-        {"start": "at_once", "stage": 3}, rows, process_seen=wait_for_all, dynamic=True
+        {"start": "at_once", "stage": 3}, rows, process_seen=see, dynamic=True
     )
+    assert priorities == {os.getpriority(os.PRIO_PROCESS, 0) + NICE}, "the training goes first"
     assert counters["inductor"]["fxgraph_cache_hit"] >= 5
     assert not counters["inductor"]["fxgraph_cache_miss"], "all is in the cache"
     assert counters["stats"]["unique_graphs"] == 1

@@ -376,10 +376,22 @@ def test_what_inductor_has_assumed_of_sizes_is_checked():
     run, holds_for = compat.inductor.compile_for_sizes(gm, [torch.ones(6)], like)
     assert holds_for([torch.ones(6)]) and not holds_for([torch.ones(7)])
     assert run([torch.ones(6)])[0].equal(torch.arange(6.0) + 1)
-    part = torch.ones(7)[1:]  # as a parameter is of what is gathered
+    part = torch.ones(7)[1:]  # as queries and values are of what one layer computes
     assert holds_for([part]), "where it lies in a storage does not matter"
     assert run([part])[0].equal(torch.arange(6.0) + 1)
     assert compat.inductor.compile_for_sizes(gm, [torch.ones(12)[::2]], like) is None
+
+
+class Gated(nn.Module):
+    """Splits what a layer computes: another layer reads one part, and what follows it the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(6, 600), nn.Linear(300, 300)
+
+    def forward(self, x):
+        values, gates = self.into(x).sin().chunk(2, -1)
+        return self.out(values) * gates
 
 
 def compilations_of_sizes():
@@ -397,7 +409,7 @@ def compilations_of_sizes():
             counts.append(len(compiled))
 
     with mock.patch.object(CompiledRegion, "_compile", counted):
-        trained(lambda model, x: model(x).square().mean(), noted())
+        trained(lambda model, x: model(x).square().mean(), noted(), Gated)
     return counts
 
 

@@ -184,6 +184,10 @@ def set_settings(found: dict[str, Any]) -> None:
     torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
 
 
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
 @dataclass(frozen=True)
 class Like:
     """An input of a graph: a tensor's shape and strides, in elements; or another value.
@@ -198,7 +202,7 @@ class Like:
     value: Any = None
 
     @classmethod
-    def of(cls, value: Any, number: Callable[[Any], Any] = lambda size: _expression(size)) -> Like:
+    def of(cls, value: Any, number: Callable[[Any], Any] = _expression) -> Like:
         """Describe a value, each of its sizes as ``number`` gives it."""
         if not isinstance(value, torch.Tensor):
             return cls(value=number(value))
@@ -218,10 +222,6 @@ class Like:
             return torch.empty_strided(
                 self.shape, self.stride, dtype=self.dtype, device=self.device
             )
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def as_captured(values: Sequence[Any]) -> list[Any] | None:
@@ -355,7 +355,7 @@ def compile_for_sizes(
                 prepare()
             donating = _donating(donated)
             run = compile_fx(gm, [examples + known], config_patches=IN_ORDER, **donating)
-            # Of sizes and not of tensors: these are guarded by where in a storage they lie, too.
+            # Of sizes: guards of tensors say where in a storage these lie, which may be anywhere.
             return run, shapes.produce_guards_expression(numbers(new, known), ignore_static=False)
 
     run, text = _in_thread_of_its_own(compile_region)

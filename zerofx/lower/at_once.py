@@ -34,7 +34,7 @@ STEPS_THAT_ASK = 2
 LONGEST_PAUSE_S = 2.0
 
 TAKES_S = 0.3
-"""What taking over something is thought to take, until it has been measured."""
+"""The seconds that a step counts for each thing it takes over, until they have been measured."""
 
 Steps = Mapping[str, int]
 """The step in which each region and kernel was taken over, by its name."""

@@ -26,7 +26,7 @@ logger = logging.getLogger("zerofx")
 
 
 NICE = 3
-"""A third of what others get.  With more, full speed comes later; with less, steps take longer."""
+"""The process's: half of a core's time that others get.  With more, full speed comes later."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def serve() -> None:
 def _let_others_go_first() -> None:
     """Have less of a core than the training, where both want it.
 
-    An operator waits for the last of its threads.  With an equal claim on two cores, a step of one
-    rank took up to 15 times as long (November 2026), and takes 2 to 3 times as long so.
+    An operator waits for the last of its threads.  With an equal claim on two cores, steps of one
+    rank took 4 to 14 times as long, and so most take 2 to 3 times as long (November 2026).
     """
     os.nice(NICE)
     # A session of its own has its own claim, as a whole, where Linux groups processes by sessions.
