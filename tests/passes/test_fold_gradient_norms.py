@@ -7,6 +7,7 @@ import gc
 import itertools
 import operator
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -325,11 +326,11 @@ def test_the_norm_is_eagers_and_the_updates_are_bitwise_as_without(
 
 @pytest.mark.slow(reason="whole programs are rewritten and run")
 def test_short_updates_give_squares_without_a_kernel(summed, monkeypatch):
-    monkeypatch.setattr(updates, "FEWEST_ELEMENTS", 10_000)
-    folded = Trained(3)
-    assert not summed
-    assert_norms(folded, Trained(None))
-    assert_same_updates(folded, unfolded(monkeypatch, 3))
+    with mock.patch.object(updates, "FEWEST_ELEMENTS", 10_000):  # ends before that of ``summed``
+        folded = Trained(3)
+        assert not summed
+        assert_norms(folded, Trained(None))
+        assert_same_updates(folded, unfolded(monkeypatch, 3))
 
 
 @pytest.mark.nightly
