@@ -146,7 +146,8 @@ def not_carried(state: Any) -> tuple[str, str] | None:
         kind = type(value)
         if kind not in (list, tuple, dict):
             if not _is_carried(value):
-                yield path, f"an object of class {kind.__qualname__}"
+                what = "a tensor" if isinstance(value, Tensor) else "an object"
+                yield path, f"{what} of class {kind.__qualname__}"
             return
         if kind is not tuple and id(value) in seen:
             yield path, f"a {kind.__name__} that is in another place too"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -13,7 +14,12 @@ from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.trace.arguments import Arguments, not_carried, own_attributes
 from zerofx.codegen.trace.nested import contents, copied, is_same, leaves, store
 from zerofx.codegen.trace.shadow import copy_of
-from zerofx.codegen.trace.symbolic import Follower, TensorsOfNumbers, class_with_symbolic_math
+from zerofx.codegen.trace.symbolic import (
+    Follower,
+    TensorsOfNumbers,
+    class_with_copies,
+    copying_functions,
+)
 
 
 class ChangingIntegers(Exception):  # noqa: N818 - a request to trace again, not an error
@@ -121,13 +127,17 @@ class TracedStep:
         theirs = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         own = own_attributes(self.optimizer)
 
+        copied_function = copying_functions(self.env)
+
         def attribute(name: str, value: Any) -> Any:
+            if isinstance(value, types.FunctionType):
+                return copied_function(value)
             if name not in own:
                 return value
             stand_in = _Elsewhere(type(self.optimizer).__name__, name)
             return _without_parameters(copied(value), theirs, stand_in)  # which a trace may change
 
-        kind = class_with_symbolic_math(type(self.optimizer), self.env)
+        kind = class_with_copies(type(self.optimizer), copied_function)
         shadow = copy_of(self.optimizer, kind, attribute)
         if state:
             shadow.state[parameter] = state
@@ -166,7 +176,9 @@ class TracedStep:
                 if path
                 else f"has {what} for its `self.state[p]`",
                 "keep what it holds as states of their own, `self.state[p][name] = value`, each a "
-                "tensor, a number, a string, a boolean or None, or a list, tuple or dict of these",
+                "tensor, a number, a string, a boolean or None, or a list, tuple or dict of these"
+                + _FEW_BITS
+                * what.startswith("a tensor"),
             )
 
     def _check_own(self, state: Mapping[str, Any]) -> None:
@@ -215,6 +227,11 @@ class TracedStep:
             f"{type(self.optimizer).__name__}.step {what}, which a traced update cannot carry "
             f"from one step to the next: {remedy}."
         )
+
+
+_FEW_BITS = (
+    "; where it has few bits, use torch's own optimizer with options={'moment_dtype': 'int8'}"
+)
 
 
 class _Elsewhere:

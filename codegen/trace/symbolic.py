@@ -187,11 +187,12 @@ _GETTERS_OF_ALL_SIZES = {"device", "dtype", "grad", "is_sparse", "layout", "requ
 _PREDICATES_OF_ALL_SIZES = {"is_complex", "is_floating_point"}
 
 
-def class_with_symbolic_math(optimizer_class: type, env: compat.scalars.ScalarEnvironment) -> type:
-    """A subclass whose methods may call ``math.sqrt`` and ``float`` on symbolic numbers.
+def copying_functions(
+    env: compat.scalars.ScalarEnvironment,
+) -> Callable[[types.FunctionType], types.FunctionType]:
+    """What copies a function so that it may call ``math.sqrt`` and ``float`` on symbolic numbers.
 
-    Their functions are copied with other globals; the optimizer's own module stays as it is.
-    Methods reached through ``super()`` are not copied.
+    A copy has other globals; the module that the function is of stays as it is.
     """
 
     def symbolic(function: Callable[..., float]) -> Callable[..., Any]:
@@ -257,6 +258,13 @@ def class_with_symbolic_math(optimizer_class: type, env: compat.scalars.ScalarEn
             cell.cell_contents = copied(content) if is_function else content
         return result
 
+    return copied
+
+
+def class_with_copies(
+    optimizer_class: type, copied: Callable[[types.FunctionType], types.FunctionType]
+) -> type:
+    """A subclass whose methods are copies.  Those reached through ``super()`` are not."""
     methods: dict[str, Any] = {}
     for base in reversed(optimizer_class.__mro__):
         if base in torch.optim.Optimizer.__mro__:

@@ -205,22 +205,15 @@ def _remedy(
             )
     if type(optimizer).__module__.startswith("bitsandbytes"):
         return (
-            f"Its kernels are given the addresses of tensors, which no trace sees. {_IN_FEW_BITS}"
+            "Its kernels are given the addresses of tensors, which no trace sees. Use torch's own "
+            "optimizer, whose moments zerofx keeps in few bits: options={'moment_dtype': 'int8'}."
         )
-    if "dynamo-optimized function" in error:
-        return f"It compiles its update itself, and so does zerofx. {_IN_FEW_BITS}"
     if "missing" in error and "'closure'" in error:
         return (
             "It computes losses anew while it steps, and a compiled step has one forward and "
             "backward: use an optimizer that steps once for each backward()."
         )
     return "Its step is called without a closure, for one parameter at a time."
-
-
-_IN_FEW_BITS = (
-    "Use torch's own optimizer, whose moments zerofx keeps in few bits: options={'moment_dtype': "
-    "'int8'}."
-)
 
 
 def _empty_like(one: Tensor | ParameterInfo, layout: Tensor | ParameterInfo) -> Tensor:

@@ -175,6 +175,20 @@ def test_math_functions_are_called_on_run_time_values():
     assert data[0].item() == math.exp(0.5) + math.atan2(0.5, 2.0)
 
 
+def test_a_function_that_the_optimizer_keeps_may_call_math_too():
+    def step(self, group, p, state):
+        p.mul_(self.warm_up(group["lr"]))
+
+    optimizer = optimizer_class(step)([nn.Parameter(torch.ones(3, dtype=torch.float64))])
+    optimizer.warm_up = lambda rate: math.pow(rate, 0.25)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3, dtype=torch.float64)
+    update, data = trace(optimizer), torch.ones(3, dtype=torch.float64)
+    assert update.guard is None
+    for rate in (0.5, 0.25):
+        applied(update, data.fill_(1.0), data, (), (rate,))
+        assert data[0].item() == math.pow(rate, 0.25)
+
+
 def test_the_users_module_keeps_its_math():
     def step(self, group, p, state):
         p.mul_(math.sqrt(group["lr"]))
@@ -545,7 +559,7 @@ def has_a_state_of_its_own_kind(self, group, p, state):
         (counts_in_an_ordered_dictionary, "an object of class OrderedDict as state `count`"),
         (counts_in_a_set, "an object of class set as state `seen`"),
         (keeps_a_named_tuple, "an object of class Moments as state `moments`"),
-        (keeps_a_tensor_of_tensors, "an object of class TwoTensor as state `two`"),
+        (keeps_a_tensor_of_tensors, "a tensor of class TwoTensor as state `two`"),
         (counts_in_one_list_twice, "a list that is in another place too as state `b`"),
         (counts_by_parameter, "a dictionary with a FakeTensor for a key as state `counts`"),
         (has_a_state_of_its_own_kind, r"an object of class Counted for its `self.state\[p\]`"),

@@ -107,9 +107,13 @@ def record_scalar_call(function: Callable[..., Any], arguments: tuple[Any, ...])
 
 
 def trace_operations(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
-    """Record the aten operations and scalar arithmetic of ``function(*inputs)`` as a graph."""
+    """Record the aten operations and scalar arithmetic of ``function(*inputs)`` as a graph.
+
+    What is compiled already is traced as the function that it was compiled from.
+    """
+    uncompiled = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
     with compile_lock:  # fx patches itself for a whole process; Dynamo holds this lock then
-        with torch.fx.traceback.preserve_node_meta():
+        with torch.fx.traceback.preserve_node_meta(), uncompiled:
             return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
 
