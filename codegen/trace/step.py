@@ -176,9 +176,7 @@ class TracedStep:
                 if path
                 else f"has {what} for its `self.state[p]`",
                 "keep what it holds as states of their own, `self.state[p][name] = value`, each a "
-                "tensor, a number, a string, a boolean or None, or a list, tuple or dict of these"
-                + _FEW_BITS
-                * what.startswith("a tensor"),
+                "tensor, a number, a string, a boolean or None, or a list, tuple or dict of these",
             )
 
     def _check_own(self, state: Mapping[str, Any]) -> None:
@@ -227,11 +225,6 @@ class TracedStep:
             f"{type(self.optimizer).__name__}.step {what}, which a traced update cannot carry "
             f"from one step to the next: {remedy}."
         )
-
-
-_FEW_BITS = (
-    "; where it has few bits, use torch's own optimizer with options={'moment_dtype': 'int8'}"
-)
 
 
 class _Elsewhere:

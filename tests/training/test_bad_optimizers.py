@@ -172,7 +172,19 @@ class TakesAddresses(torch.optim.SGD):
             p.numpy()[:] -= 0.1 * p.grad.numpy()
 
 
+class MakesTensorsOfItsOwn(torch.optim.SGD):
+    """As those of torchao do: for the first it reads a table of numbers."""
+
+    __module__ = "torchao.optim.adam"
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=torch.linspace(0.0, 0.1, 8)[-1].item() or 0.2)
+
+
 UNTRACEABLE = {
+    "MakesTensorsOfItsOwn": (MakesTensorsOfItsOwn, "tensors of a class of its own.*moment_dtype"),
     "TakesAddresses": (TakesAddresses, "are given the addresses of tensors, which no trace sees"),
     "LBFGS": (torch.optim.LBFGS, "computes losses anew while it steps.*steps once for each"),
 }
