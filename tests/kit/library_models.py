@@ -177,6 +177,7 @@ for _architecture, _options in {
         "embed_dim": 24,
         "depths": (1, 1, 2),
         "num_heads": (1, 2, 4),
+        "drop_path_rate": 0.0,
     },
     "mixer_s32_224": {"img_size": 64},
 }.items():
