@@ -13,7 +13,6 @@ from tests.kit.ranks import ranks_fixture  # noqa: F401
 
 LIBRARIES = {name.partition(":")[0] for name in MODELS}
 MISSING = {one for one in LIBRARIES if not importlib.util.find_spec(one.replace("-", "_"))}
-SMALL = "x-transformers: ViTransformerWrapper"
 
 pytestmark = [
     pytest.mark.nightly,
