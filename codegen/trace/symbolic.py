@@ -190,7 +190,7 @@ _PREDICATES_OF_ALL_SIZES = {"is_complex", "is_floating_point"}
 def copying_functions(
     env: compat.scalars.ScalarEnvironment,
 ) -> Callable[[types.FunctionType], types.FunctionType]:
-    """What copies a function so that it may call ``math.sqrt`` and ``float`` on symbolic numbers.
+    """Return what copies functions, so that ``math.sqrt`` and ``float`` take symbolic numbers.
 
     A copy has other globals; the module that the function is of stays as it is.
     """
@@ -264,7 +264,7 @@ def copying_functions(
 def class_with_copies(
     optimizer_class: type, copied: Callable[[types.FunctionType], types.FunctionType]
 ) -> type:
-    """A subclass whose methods are copies.  Those reached through ``super()`` are not."""
+    """Return a subclass whose methods are copies.  Those reached through ``super()`` are not."""
     methods: dict[str, Any] = {}
     for base in reversed(optimizer_class.__mro__):
         if base in torch.optim.Optimizer.__mro__:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -85,18 +84,19 @@ def one_thread() -> Iterator[None]:
 
 
 @one_thread()
-def losses_of(name: str, ranks: int) -> list[list[float]]:
-    """Train in plain eager torch; return each rank's losses, step by step.
-
-    A step's gradient is the mean of those of all ranks' batches, and the update AdamW's.
-    """
-    trained = of(name)
-    optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-3)
+def losses_in_one_process(
+    loss_of: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[torch.Generator], Batch],
+    ranks: int,
+    steps: int,
+) -> list[list[float]]:
+    """Train in plain torch with the mean of all ranks' gradients; return each rank's losses."""
     generators = [torch.Generator().manual_seed(rank) for rank in range(ranks)]
     losses: list[list[float]] = [[] for _ in range(ranks)]
-    for _ in range(STEPS):
+    for _ in range(steps):
         for its, generator in zip(losses, generators, strict=True):
-            loss = trained.loss(trained.model, *trained.batch(generator))
+            loss = loss_of(*batch(generator))
             (loss / ranks).backward()
             its.append(loss.item())
         optimizer.step()
@@ -104,13 +104,17 @@ def losses_of(name: str, ranks: int) -> list[list[float]]:
     return losses
 
 
-def losses_on_a_rank(name: str, options: dict[str, Any]) -> tuple[list[float], float]:
-    """Train on this rank of the process group, compiled; return losses and the first call's s."""
-    trained = of(name)
-    optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-3)
+def losses_compiled(
+    loss_of: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[torch.Generator], Batch],
+    steps: int,
+    options: dict[str, Any],
+) -> list[float]:
+    """Train on this rank of the process group, compiled; return its losses."""
 
-    def step(*batch: Any) -> Tensor:
-        loss = trained.loss(trained.model, *batch)
+    def step(*values: Any) -> Tensor:
+        loss = loss_of(*values)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -118,12 +122,24 @@ def losses_on_a_rank(name: str, options: dict[str, Any]) -> tuple[list[float], f
 
     compiled = torch.compile(step, backend="zero", options=options)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    losses, begun = [], time.perf_counter()
-    for number in range(STEPS):
-        losses.append(compiled(*trained.batch(generator)).item())
-        if not number:
-            first_s = time.perf_counter() - begun
-    return losses, first_s
+    return [compiled(*batch(generator)).item() for _ in range(steps)]
+
+
+def losses_of(name: str, ranks: int) -> list[list[float]]:
+    """Return each rank's losses of a model in plain torch, trained with AdamW."""
+    loss_of, optimizer, batch = _trained(name)
+    return losses_in_one_process(loss_of, optimizer, batch, ranks, STEPS)
+
+
+def losses_on_a_rank(name: str, options: dict[str, Any]) -> list[float]:
+    """Return this rank's losses of a model, compiled, trained with AdamW."""
+    return losses_compiled(*_trained(name), STEPS, options)
+
+
+def _trained(name: str) -> tuple[Callable[..., Tensor], torch.optim.Optimizer, Any]:
+    trained = of(name)
+    optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-3)
+    return functools.partial(trained.loss, trained.model), optimizer, trained.batch
 
 
 def _add(name: str) -> Callable[[Callable[[], Trained]], Callable[[], Trained]]:

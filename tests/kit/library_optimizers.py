@@ -14,14 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.kit.library_models import declare_operators, one_thread
+from tests.kit.library_models import (
+    declare_operators,
+    losses_compiled,
+    losses_in_one_process,
+)
 
 STEPS = 6
 
 
 @dataclass(frozen=True)
 class Published:
-    """What builds an optimizer, and the reason why a sharded update of it is refused, if it is.
+    """An optimizer: ``build`` makes it, and ``refused`` says why its sharded update is, if it is.
 
     ``runs_whole``: at stage 0 it is not refused.  ``tolerance``: how far losses may be from plain
     torch's, relatively.
@@ -135,33 +139,12 @@ def _batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-@one_thread()
 def losses_of(name: str, ranks: int) -> list[list[float]]:
-    """Train in plain torch with the mean of all ranks' gradients; return each rank's losses."""
-    model, optimizer = _built(name)
-    generators = [torch.Generator().manual_seed(rank) for rank in range(ranks)]
-    losses: list[list[float]] = [[] for _ in range(ranks)]
-    for _ in range(STEPS):
-        for its, generator in zip(losses, generators, strict=True):
-            loss = model(*_batch(generator))
-            (loss / ranks).backward()
-            its.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    """Return each rank's losses in plain torch."""
+    return losses_in_one_process(*_built(name), _batch, ranks, STEPS)
 
 
 def losses_on_a_rank(name: str, stage: int) -> list[float]:
-    """Train on this rank of the process group, compiled."""
-    model, optimizer = _built(name)
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    compiled = torch.compile(step, backend="zero", options={"stage": stage, "lowering": "eager"})
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    return [compiled(*_batch(generator)).item() for _ in range(STEPS)]
+    """Return this rank's losses, compiled."""
+    options = {"stage": stage, "lowering": "eager"}
+    return losses_compiled(*_built(name), _batch, STEPS, options)
