@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from torch import fx
 
@@ -18,6 +19,18 @@ from zerofx.options import Options
 Counts = Mapping[str, int]
 
 
+class WholeUpdate(NamedTuple):
+    """An update that may need a parameter whole, and the floating point operations of that.
+
+    If ``own_step`` says why, it is the optimizer's own step that runs, on the rank of its ``owner``
+    (a shard's number), where states stay; of its operations as many are assumed as it has elements.
+    """
+
+    flops: int
+    own_step: str = ""
+    owner: int = 0
+
+
 @dataclass(frozen=True)
 class PassContext:
     """Facts a pass may use; no process group, environment or clock.
@@ -26,7 +39,7 @@ class PassContext:
     by index, whose layout an earlier program has settled.  ``kept_gathered`` is what the ranks have
     agreed to keep gathered, by the gathers that there would be with nothing kept.  ``figures``
     are the same on all ranks.  ``whole_updates`` are the updates that may need whole tensors,
-    as (optimizer, parameter), and the floating point operations of each; ``state_bytes`` is what
+    as (optimizer, parameter); ``state_bytes`` is what
     updates keep per element, where that is known and needed.  ``host_parameters`` are the
     parameters, by index, whose shards are kept in host memory, ``filed_parameters`` those of them
     that are in files while nothing is done with them there.  What is ``decided`` passes apply.
@@ -39,7 +52,7 @@ class PassContext:
     bound: frozenset[int] = frozenset()
     kept_gathered: Mapping[tuple[str, ...], KeptGathered] = field(default_factory=dict)
     figures: Hardware = NOMINAL
-    whole_updates: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    whole_updates: Mapping[tuple[int, int], WholeUpdate] = field(default_factory=dict)
     state_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict)
     host_parameters: frozenset[int] = frozenset()
     filed_parameters: frozenset[int] = frozenset()

@@ -12,63 +12,85 @@ from zerofx.codegen.trace.shadow import own_copy, shadow_of
 
 _SHAPE = (4, 4)
 _PER_GROUP = 2
-_STEPS = 2
+_STEPS = 6
+_SCALES = (1.0, 1e-4, 1e4)
+"""Of the other parameters' gradients: what adds up over all, to clip say, then does something."""
+
+_Members = Sequence[tuple[int, int]]
 
 
 def check_independent(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any] | None = None
-) -> None:
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any] | None = None,
+    num_steps: int = _STEPS,
+) -> bool:
     """Refuse an update that depends on other parameters, their order, or a random draw.
 
-    The optimizer's own step runs twice on a few small tensors, first all in their groups, then
-    each alone in its group and with another random seed: the results must be the same bits.
-    torch's own optimizers are known.  A step that fails on the small tensors is left for
-    tracing to judge.  ``state`` is what a parameter has by now: a later step may take a branch that
-    the first ones do not.
+    The optimizer's own step runs so many times on small tensors, each alone in its group, and then
+    all in their groups with another random seed, beside gradients of several scales: the results
+    must be the same bits.  torch's own optimizers are known.  Returns False if the step fails on
+    the small tensors: it is left for tracing to judge.  ``state`` is what a parameter has by now: a
+    later step may take a branch that the first ones do not.
 
     Raises: UpdateError naming the optimizer.
     """
     if type(optimizer).__module__.startswith("torch.optim."):
-        return
+        return True
     groups = len(optimizer.param_groups)
     everything = [(group, place) for group in range(groups) for place in range(_PER_GROUP)]
     try:
-        together = _train(optimizer, everything, state, seed=0)
-        apart: dict[tuple[int, int], torch.Tensor] = {}
+        alone: dict[tuple[int, int], torch.Tensor] = {}
         for one in everything:
-            apart |= _train(optimizer, [one], state, seed=1)
+            alone |= _train(optimizer, [one], state, num_steps, seed=1)
+        differ = any(
+            not torch.equal(found.nan_to_num(), alone[member].nan_to_num())
+            for place in range(_PER_GROUP)
+            for scale in _SCALES
+            for member, found in _train(
+                optimizer, everything, state, num_steps, 0, place, scale
+            ).items()
+            if member[1] == place
+        )
     except Exception:
-        return
-    for (group, place), expected in together.items():
-        if not torch.equal(expected.nan_to_num(), apart[group, place].nan_to_num()):
-            raise UpdateError(
-                f"{type(optimizer).__name__}.step does not update each parameter by itself: the "
-                "result depends on the other parameters, on their order or number, on another "
-                "parameter group, or on random numbers. zerofx updates parameters one by one. Move "
-                "what they share out of the optimizer, to between backward() and step()."
-            )
+        return False
+    if differ:
+        raise UpdateError(
+            f"{type(optimizer).__name__}.step does not update each parameter by itself: the "
+            "result depends on the other parameters, on their order or number, on another "
+            "parameter group, or on random numbers. zerofx updates parameters one by one. Move "
+            "what they share out of the optimizer, to between backward() and step()."
+        )
+    return True
 
 
 def _train(
     optimizer: torch.optim.Optimizer,
-    members: Sequence[tuple[int, int]],
+    members: _Members,
     state: Mapping[str, Any] | None,
+    num_steps: int,
     seed: int,
+    place: int | None = None,
+    scale: float = 1.0,
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """The values of some (group, place) after a few steps of a copy of the optimizer."""
+    """Return the values of some (group, place) after these steps of a copy of the optimizer.
+
+    Gradients of those at another ``place`` than this are multiplied by ``scale``.
+    """
     parameters = {}
-    for group, place in members:
-        generator = torch.Generator().manual_seed(10 * group + place)
-        parameters[group, place] = torch.nn.Parameter(torch.randn(_SHAPE, generator=generator))
+    for group, number in members:
+        generator = torch.Generator().manual_seed(10 * group + number)
+        parameters[group, number] = torch.nn.Parameter(torch.randn(_SHAPE, generator=generator))
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         torch.manual_seed(seed)
         shadow = shadow_of(optimizer, parameters)
         for parameter in parameters.values() if state else ():
             shadow.state[parameter] = {name: _like(value) for name, value in (state or {}).items()}
-        for number in range(_STEPS):
-            for (group, place), parameter in parameters.items():
-                generator = torch.Generator().manual_seed(1000 + 100 * number + 10 * group + place)
+        for step in range(num_steps):
+            for (group, number), parameter in parameters.items():
+                generator = torch.Generator().manual_seed(1000 + 100 * step + 10 * group + number)
                 parameter.grad = torch.randn(_SHAPE, generator=generator)
+                if place not in (None, number):
+                    parameter.grad *= scale
             with torch.enable_grad():
                 type(shadow).step(shadow)
     return {member: parameter.detach() for member, parameter in parameters.items()}

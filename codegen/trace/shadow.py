@@ -46,7 +46,8 @@ def copy_of(
 ) -> Any:
     """An object of a class with an optimizer's attributes, each as ``attribute`` gives it.
 
-    Without states, groups, hooks, and the ``step`` that LR schedulers wrap on the instance.
+    Without parameters' states, groups, hooks, and the ``step`` that LR schedulers wrap on the
+    instance.
     """
     result: Any = object.__new__(kind)
     for name, value in optimizer.__dict__.items():
@@ -54,6 +55,8 @@ def copy_of(
             is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
             result.__dict__[name] = {} if is_hooks else attribute(name, value)
     result.state = defaultdict(dict)
+    own = {key: kept for key, kept in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    result.state.update((key, own_copy(kept)) for key, kept in own.items())
     return result
 
 

@@ -245,6 +245,16 @@ class _Elsewhere:
     __getattr__ = __iter__ = __len__ = __contains__ = __getitem__ = _refuse
 
 
+def holds_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step may go through parameters, a module or an optimizer by an attribute."""
+    theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stand_in = _Elsewhere(type(optimizer).__name__, "")
+    return any(
+        any(leaf is stand_in for leaf in leaves(_without_parameters(value, theirs, stand_in)))
+        for value in own_attributes(optimizer).values()
+    )
+
+
 def _without_parameters(value: Any, parameters: Collection[int], stand_in: Any) -> Any:
     """An attribute's value with a stand-in wherever there are parameters, or their ``id``.
 

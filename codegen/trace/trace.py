@@ -126,19 +126,13 @@ def trace_update(
                 step, [parameter.requires_grad_(), gradient, *tensors, *scalars]
             )
         except compat.scalars.DATA_DEPENDENT_ERRORS as error:
-            if why := _why_not_of_package(optimizer):
-                raise UpdateError(f"{name}.step cannot be traced. {why}") from error
             raise UpdateError(
                 f"{name} chooses what to do by the value of a tensor, which "
                 f"`{step.follower.last_read}` "
                 f"computes, at {innermost_line(error)}: a traced update cannot branch on it. "
                 "Write both outcomes with torch.where, or keep the number in the parameter group."
             ) from error
-        except UpdateError as error:
-            if why := _why_not_of_package(optimizer):
-                raise UpdateError(f"{error} {why}") from error
-            raise
-        except ChangingIntegers:
+        except (UpdateError, ChangingIntegers):
             raise
         except Exception as error:
             said = str(error).rstrip(".")
@@ -209,31 +203,12 @@ def _remedy(
                 f"Its state '{name}' is {value.dtype} and the parameter {info.dtype}: set states "
                 "with optimizer.load_state_dict, which casts them to the parameter's dtype."
             )
-    if why := _why_not_of_package(optimizer):
-        return why
     if "missing" in error and "'closure'" in error:
         return (
             "It computes losses anew while it steps, and a compiled step has one forward and "
             "backward: use an optimizer that steps once for each backward()."
         )
     return "Its step is called without a closure, for one parameter at a time."
-
-
-def _why_not_of_package(optimizer: torch.optim.Optimizer) -> str:
-    """Return why no update of an optimizer's package is traced; "" of most."""
-    package = type(optimizer).__module__.partition(".")[0]
-    if package not in _WHY_NOT:
-        return ""
-    return (
-        f"{_WHY_NOT[package]} Use torch's own optimizer, whose moments zerofx keeps in few bits: "
-        "options={'moment_dtype': 'int8'}."
-    )
-
-
-_WHY_NOT = {
-    "bitsandbytes": "Its kernels are given the addresses of tensors, which no trace sees.",
-    "torchao": "Its moments are tensors of a class of its own, of which no shards can be made.",
-}
 
 
 def _empty_like(one: Tensor | ParameterInfo, layout: Tensor | ParameterInfo) -> Tensor:

@@ -103,8 +103,8 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         if is_owned(update):
             raise StepError(
                 f"parameter {ctx.table[update.args[3]].name!r} is updated as a whole tensor by the "
-                "rank that owns it (Muon), and options={'offload': 'optimizer'} moves updates that "
-                "are elementwise. Leave offload out, or train it with another optimizer."
+                "rank that owns it, as Muon's are, and options={'offload': 'optimizer'} moves "
+                "elementwise updates. Leave offload out, or train it with another optimizer."
             )
     if ctx.options.delayed_update:
         check_can_be_delayed(gm.graph, updates, ctx.table)

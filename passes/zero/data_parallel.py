@@ -18,7 +18,7 @@ from zerofx.ir.source import source_line
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.placement import hoist_reduction, sink_past_fused, stagger_waits
 from zerofx.passes.zero.local_gradients import leave_unreduced, take_in_unreduced
-from zerofx.passes.zero.updates import update_one_by_one, updated_in_place
+from zerofx.passes.zero.updates import compute_on_owners, update_one_by_one, updated_in_place
 
 aten = torch.ops.aten
 
@@ -131,6 +131,8 @@ def _update_in_place(gm: fx.GraphModule, ctx: PassContext) -> None:
     builder = Builder(gm, "data_parallel", ctx.table)
     for step in [node for node in gm.graph.nodes if node.target is ops.optimizer_step]:
         operands = list(zip(*step.args[:2], strict=True))
+        owned = compute_on_owners(builder, ctx, step, operands.__getitem__)
+        operands = [owned.get(position, pair) for position, pair in enumerate(operands)]
         for result, _, updated in update_one_by_one(builder, step, operands.__getitem__):
             if result is not None:
                 result.replace_all_uses_with(updated)

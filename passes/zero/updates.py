@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.graph import Builder
+from zerofx.ir.mesh import balanced
 from zerofx.ir.roles import Role
 from zerofx.passes.base import PassContext
 
@@ -48,8 +50,8 @@ def compute_on_owners(
     """Return what ``update`` takes, for those parameters that an optimizer may need whole.
 
     ``operands_at`` inserts the shards of the parameter at a position of an ``optimizer_step``, and
-    of its gradient.  Each update is computed by one rank, to which all send their shards.  Without
-    this, and with it::
+    of its gradient; at stage 0 both whole.  Each update is computed by one rank, to which all send
+    their shards.  Without this, and with it::
 
         s = zerofx.update(p, g, 1, 0);  t = zerofx.update(q, h, 1, 1)
 
@@ -57,45 +59,41 @@ def compute_on_owners(
         s = zerofx.update(p, d[0], 1, 0);  t = zerofx.update(q, d[1], 1, 1)
 
     What is elementwise in an update stays on shards, and so do states: one tensor goes to the
-    owner and one comes back.
+    owner and one comes back.  Of an ``own_step`` nothing does: both go there, and the new value
+    comes back.  At stage 0 each rank does all of it.
     """
     _, _, optimizer, found_inf, parameters = step.args
-    work = {
+    whole = {
         position: ctx.whole_updates[optimizer, parameter]
         for position, parameter in enumerate(parameters)
         if (optimizer, parameter) in ctx.whole_updates
     }
-    if not work:
+    if not whole:
         return {}
-    owners, heaviest = balanced(list(work.values()), ctx.mesh.num_shards)
-    share = heaviest / max(sum(work.values()), 1)
-    reason = (
-        f"{len(work)} tensors, owned by {len(set(owners))} of {ctx.mesh.num_shards} ranks; one has "
-        f"{share:.0%} of the arithmetic"
-    )
+    work = [one.flops for one in whole.values()]
+    owners, heaviest = balanced(work, ctx.mesh.num_shards)
+    own_step = {"own_step": True} if any(one.own_step for one in whole.values()) else {}
+    if own_step:
+        owners = [one.owner for one in whole.values()]
+        loads: Counter[int] = Counter()
+        for owner, flops in zip(owners, work, strict=True):
+            loads[owner] += flops
+        heaviest = max(loads.values())
+    reason = f"{len(whole)} tensors, by each rank"
+    if ctx.options.stage > 0:
+        share = heaviest / max(sum(work), 1)
+        reason = (
+            f"{len(whole)} tensors, owned by {len(set(owners))} of {ctx.mesh.num_shards} ranks; "
+            f"one has {share:.0%} of the arithmetic"
+        )
+    reason += "".join({f": {one.own_step}": None for one in whole.values() if one.own_step})
     with builder.before(step) as call:
-        values, gradients = map(list, zip(*map(operands_at, work), strict=True))
-        owned = [parameters[position] for position in work]
+        values, gradients = map(list, zip(*map(operands_at, whole), strict=True))
+        owned = [parameters[position] for position in whole]
         given = (values, gradients, optimizer, owned, owners, heaviest, found_inf)
-        directions = call(ops.on_owners, *given, role=Role.ON_OWNERS, reason=reason)
+        directions = call(ops.on_owners, *given, **own_step, role=Role.ON_OWNERS, reason=reason)
         found = {}
-        for number, (position, index) in enumerate(zip(work, owned, strict=True)):
+        for number, (position, index) in enumerate(zip(whole, owned, strict=True)):
             origin = {"role": Role.DIRECTION, "parameter": index}
             found[position] = values[number], call(operator.getitem, directions, number, **origin)
         return found
-
-
-def balanced(work: Sequence[int], num_ranks: int) -> tuple[list[int], int]:
-    """Return a rank for each piece of work, and how much the rank has that has most.
-
-    The heaviest first, each to the rank that has least so far: at most 4/3 of what the best
-    choice would leave a rank with.
-    Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies".
-    """
-    loads = [0] * num_ranks
-    owners = [0] * len(work)
-    for position in sorted(range(len(work)), key=lambda position: -work[position]):
-        rank = min(range(num_ranks), key=loads.__getitem__)
-        owners[position] = rank
-        loads[rank] += work[position]
-    return owners, max(loads)

@@ -71,16 +71,42 @@ def by_number_once_warm(self):
         for p in group["params"]:
             state = self.state[p]
             state["step"] = state.get("step", 0) + 1
-            shared = len(group["params"]) if state["step"] > 5 else 1
+            shared = len(group["params"]) if state["step"] > 9 else 1
             p.add_(p.grad, alpha=-group["lr"] / shared)
 
 
 def test_an_update_that_looks_elsewhere_later_is_refused_then():
     optimizer = optimizer_of(by_number_once_warm)
-    check_independent(optimizer)
-    check_independent(optimizer, {"step": 2, "momentum": torch.ones(7)})
+    assert check_independent(optimizer)
+    assert check_independent(optimizer, {"step": 2, "momentum": torch.ones(7)})
+    for more in ({"state": {"step": 9, "momentum": torch.ones(7)}}, {"num_steps": 10}):
+        with pytest.raises(UpdateError, match="does not update each parameter by itself"):
+            check_independent(optimizer, **more)
+
+
+def clipped(self):
+    """By the norm of all gradients, if that is larger than small tensors' is."""
+    gradients = [p.grad for group in self.param_groups for p in group["params"]]
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    for group in self.param_groups:
+        for p in group["params"]:
+            p.add_(p.grad / torch.clamp(norm / 100, min=1), alpha=-group["lr"])
+
+
+def adapted(self):
+    """A rate for all that grows with what gradients have in common, as D-Adaptation's does."""
+    for group in self.param_groups:
+        for p in group["params"]:
+            total = self.state[p].setdefault("total", torch.zeros_like(p)).add_(p.grad)
+            group["d"] = max(group.get("d", 1e-6), 1e-7 * total.abs().sum().item())
+        for p in group["params"]:
+            p.add_(p.grad, alpha=-group["d"])
+
+
+@pytest.mark.parametrize("update", [clipped, adapted])
+def test_what_is_shared_only_where_gradients_are_large_is_refused(update):
     with pytest.raises(UpdateError, match="does not update each parameter by itself"):
-        check_independent(optimizer, {"step": 5, "momentum": torch.ones(7)})
+        check_independent(optimizer_of(update))
 
 
 def sign(self):
@@ -98,9 +124,9 @@ def wants_one_dimension(self):
             p.sub_(p.grad, alpha=group["lr"] / length)
 
 
-@pytest.mark.parametrize("update", [sign, wants_one_dimension])
-def test_others_pass_or_are_left_for_tracing(update):
-    check_independent(optimizer_of(update))
+@pytest.mark.parametrize(("update", "runs"), [(sign, True), (wants_one_dimension, False)])
+def test_others_pass_or_are_left_for_tracing(update, runs):
+    assert check_independent(optimizer_of(update)) == runs
 
 
 def test_nothing_is_left_behind():

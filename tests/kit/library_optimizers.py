@@ -25,16 +25,10 @@ STEPS = 6
 
 @dataclass(frozen=True)
 class Published:
-    """An optimizer: ``build`` makes it, and ``refused`` says why its sharded update is, if it is.
-
-    ``runs_whole``: at stage 0 it is not refused.  ``tolerance``: how far losses may be from plain
-    torch's, relatively.
-    """
+    """An optimizer: ``build`` makes it, and ``refused`` says why it is refused, if it is."""
 
     build: Callable[[nn.Module], torch.optim.Optimizer]
     refused: str | None
-    runs_whole: bool
-    tolerance: float
 
 
 OPTIMIZERS: dict[str, Published] = {}
@@ -46,68 +40,66 @@ def _add(
     name: str,
     module: str | None = None,
     refused: str | None = None,
-    runs_whole: bool = False,
-    tolerance: float = 1e-6,
+    also: str = "",
+    groups: Callable[[nn.Module], Any] = nn.Module.parameters,
     **options: Any,
 ) -> None:
     def build(model: nn.Module) -> torch.optim.Optimizer:
         found = getattr(importlib.import_module(module or package.replace("-", "_")), name)
-        return found(model.parameters(), **options)
+        return found(groups(model), **options)
 
-    runs_whole = runs_whole or refused is None
-    OPTIMIZERS[f"{package}: {name}"] = Published(build, refused, runs_whole, tolerance)
+    OPTIMIZERS[f"{package}: {name}{also}"] = Published(build, refused)
 
 
-BRANCHES = "chooses what to do by the value of a tensor"
+def _of_low_rank(model: nn.Module) -> list[dict[str, Any]]:
+    """As GaLore's README groups parameters."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    galore = {"rank": 8, "update_proj_gap": 3, "scale": 0.25, "proj_type": "std"}
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return [{"params": others}, {"params": matrices, **galore}]
+
+
 SHARED = "does not update each parameter by itself"
-NOT_ELEMENTWISE = "cannot run on shards: .* is not elementwise"
 
 _add("adabelief-pytorch", "AdaBelief", lr=1e-3, eps=1e-16, rectify=False, print_change_log=False)
-_add("adamp", "AdamP", refused=BRANCHES, lr=1e-3, weight_decay=1e-2)
+_add("adamp", "AdamP", lr=1e-3, weight_decay=1e-2)
 _add("adan-pytorch", "Adan", lr=1e-3, weight_decay=0.02)
-_add("bitsandbytes", "AdamW8bit", "bitsandbytes.optim", "addresses of tensors", lr=1e-3)
-_add("came-pytorch", "CAME", refused=NOT_ELEMENTWISE, runs_whole=True, lr=1e-3)
-_add("dadaptation", "DAdaptAdam", refused=BRANCHES, lr=1.0)
+_add("bitsandbytes", "AdamW8bit", "bitsandbytes.optim", lr=1e-3)
+_add("came-pytorch", "CAME", lr=1e-3)
+_add("dadaptation", "DAdaptAdam", refused=SHARED, lr=1.0)
 _add("galore-torch", "GaLoreAdamW", lr=1e-3)
+_add("galore-torch", "GaLoreAdamW", also=" with rank", groups=_of_low_rank, lr=1e-3)
 _add("grokadamw", "GrokAdamW", refused=SHARED, lr=1e-3)
-_add("heavyball", "AdamW", refused="changes its attribute `mapping`", lr=1e-3)
+_add("heavyball", "AdamW", lr=1e-3)
 _add("kron-torch", "Kron", refused=SHARED, lr=1e-3)
 _add("lion-pytorch", "Lion", lr=1e-4, weight_decay=1e-2)
-_add("madgrad", "MADGRAD", refused="keeps state that belongs to no parameter", lr=1e-2)
+_add("madgrad", "MADGRAD", lr=1e-2)
 _add("prodigy-plus-schedule-free", "ProdigyPlusScheduleFree", "prodigyplus", SHARED)
-_add("prodigyopt", "Prodigy", refused=BRANCHES, lr=1.0, weight_decay=1e-2)
+_add("prodigyopt", "Prodigy", refused=SHARED, lr=1.0, weight_decay=1e-2)
 _add("pytorch-optimizer", "ADOPT", lr=1e-3)
 _add("pytorch-optimizer", "AdEMAMix", lr=1e-3)
-_add("pytorch-optimizer", "Lamb", refused=BRANCHES, lr=1e-3)
+_add("pytorch-optimizer", "Lamb", lr=1e-3)
 _add("pytorch-optimizer", "Lion", lr=1e-4)
-# Gradients that differ by 1e-8 move its losses by 2.5e-3 in plain torch: it turns to eigenvectors,
-# and here many belong to one eigenvalue.
-_add(
-    "pytorch-optimizer",
-    "SOAP",
-    refused="tensors in a list",
-    runs_whole=True,
-    tolerance=5e-3,
-    lr=1e-3,
-)
-_add("pytorch-optimizer", "StableAdamW", refused=NOT_ELEMENTWISE, runs_whole=True, lr=1e-3)
+_add("pytorch-optimizer", "SOAP", lr=1e-3)
+_add("pytorch-optimizer", "StableAdamW", lr=1e-3)
 _add("pytorch-optimizer", "Tiger", lr=1e-3)
-_add("ranger21", "Ranger21", refused=BRANCHES, lr=1e-3, num_epochs=1, num_batches_per_epoch=50)
-_add("ranger-adabelief", "RangerAdaBelief", refused="changes its attribute `radam_buffer`", lr=1e-3)
+_add("ranger21", "Ranger21", refused=SHARED, lr=1e-3, num_epochs=1, num_batches_per_epoch=50)
+_add("ranger-adabelief", "RangerAdaBelief", lr=1e-3)
 _add("schedulefree", "AdamWScheduleFree", lr=1e-3, warmup_steps=2)
 _add("schedulefree", "RAdamScheduleFree", lr=1e-3)
 _add("schedulefree", "SGDScheduleFree", lr=1e-1)
 _add("sophia-opt", "SophiaG", lr=1e-3)
 _add("timm", "Lamb", "timm.optim", SHARED, lr=1e-3)
+_add("timm", "Lamb", "timm.optim", also=" without clipping", lr=1e-3, max_grad_norm=None)
 _add("torch-optimi", "StableAdamW", "optimi", "cannot be traced into it", lr=1e-3, triton=False)
 _add("torch-optimizer", "AdaBound", lr=1e-3)
 _add("torch-optimizer", "AdaMod", lr=1e-3)
 _add("torch-optimizer", "DiffGrad", lr=1e-3)
-_add("torch-optimizer", "NovoGrad", refused=BRANCHES, lr=1e-3)
+_add("torch-optimizer", "NovoGrad", lr=1e-3)
 _add("torch-optimizer", "QHAdam", lr=1e-3)
-_add("torch-optimizer", "RAdam", refused="makes a plain Python number", lr=1e-3)
+_add("torch-optimizer", "RAdam", lr=1e-3)
 _add("torch-optimizer", "Yogi", lr=1e-3)
-_add("torchao", "AdamW8bit", "torchao.optim", "tensors? of (a )?class", lr=1e-3)
+_add("torchao", "AdamW8bit", "torchao.optim", lr=1e-3)
 
 
 class Model(nn.Module):

@@ -32,7 +32,7 @@ from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
 from zerofx.ir.graph import copied, updated_by
 from zerofx.ir.interface import InputRole, input_role, placeholders, recorded
-from zerofx.ir.mesh import Mesh
+from zerofx.ir.mesh import EVERY_RANK, Mesh
 from zerofx.ir.offload import copies_activation, is_fetch, is_staged, slot_of
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.roles import Role, provenance, role
@@ -191,7 +191,7 @@ def context_of(captured: Captured, rank: int = 0, stage: int = 3, **options: obj
         captured.mesh_of(rank),
         captured.num_backwards,
         figures=resolved.hardware or NOMINAL,
-        whole_updates=whole_updates(captured),
+        whole_updates=whole_updates(captured, stage, captured.mesh_of(rank)),
         state_bytes=state_bytes(captured, resolved),
         host_parameters=on_host,
         filed_parameters=on_host if resolved.offload_tier == "nvme" else frozenset(),
@@ -546,10 +546,10 @@ class _Reference(Reference):
             assert grad.isnan().all(), "an owner's result belongs to its update"
         return super().update(values, grad, optimizer, parameter, found_inf)
 
-    def on_owners(self, values, grads, optimizer, parameters, owners, flops, found_inf=None):
-        assert set(owners) <= set(range(self.table[0].world_size))
+    def on_owners(self, values, grads, optimizer, parameters, owners, *others, **named):
+        assert set(owners) <= {*range(self.table[0].world_size)} or {*owners} == {EVERY_RANK}
         assert len(owners) == len(parameters)
-        return super().on_owners(values, grads, optimizer, parameters, owners, flops, found_inf)
+        return super().on_owners(values, grads, optimizer, parameters, owners, *others, **named)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -29,9 +30,9 @@ from zerofx.cost.traffic import wire_bytes
 from zerofx.hardware import NOMINAL
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
+from zerofx.ir.mesh import balanced
 from zerofx.ir.roles import provenance
 from zerofx.passes.fuse.write_back import write_back
-from zerofx.passes.zero.updates import balanced
 
 STAGES = (1, 2, 3)
 
@@ -158,6 +159,81 @@ def test_plans_count_what_travels_and_what_owners_hold(monkeypatch):
     assert alive[:here] + alive[here + 1 :] == without[:here] + without[here + 1 :]
     transfer = predict(step.graph, NOMINAL, step.table, 2).transfers[node]
     assert transfer.seconds == transfer.exposed_s == 2 * NOMINAL.transfer_s(share, 2)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scaled by a norm of the whole."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1 * min((p.norm() / p.grad.norm()).item(), 10.0))
+
+
+@functools.cache
+def lamb_step(sizes: tuple[int, ...] = (6, 5, 3)):
+    torch.manual_seed(0)
+    model = nn.Sequential(*map(nn.Linear, sizes, sizes[1:]))
+    optimizer = Lamb(model.parameters())
+
+    def step(x):
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return capture(step, torch.randn(4, sizes[0]), world_size=2)
+
+
+@pytest.mark.parametrize(("stage", "owner"), ((3, 0), (0, -1)))
+def test_an_own_step_takes_parameters_and_gives_new_values(stage, owner):
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(4, 2))
+    optimizer = Lamb([w])
+
+    def step(x):
+        (x @ w).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    program = rewritten(capture(step, torch.randn(3, 4), world_size=2), stage=stage)
+    start = "reduce_scatter_start" if stage else "all_reduce_start"
+    assert_program(
+        program,
+        f"""
+        ...
+        wait{"_1" if stage else ""} = zerofx.wait({start})
+        on_owners = zerofx.on_owners([w], [wait{"_1" if stage else ""}], Lamb, [0], [{owner}], \
+8, None, own_step=True)
+        getitem = getitem(on_owners, 0)
+        update = zerofx.update(w, getitem, Lamb, 0, None)
+        return []
+        """,
+    )
+    (node,) = nodes_of(program, ops.on_owners)
+    assert re.search("Lamb chooses what to do by the value of a tensor", provenance(node).reason)
+
+
+@pytest.mark.parametrize("stage", (0, *STAGES))
+def test_every_stage_computes_the_captured_own_step(stage):
+    step = lamb_step()
+    assert_same_numerics(execute(step), execute(rewritten_by_rank(step, stage=stage)), bitwise=True)
+
+
+def test_plans_count_what_own_steps_send_and_hold():
+    sent = [wire_bytes(rank.gm, 2) for rank in rewritten_by_rank(lamb_step())]
+    numel, padding = 30 + 5 + 15 + 3, 3 * 4 * 4 * 2
+    assert 0 <= sum(one.exchanges for one in sent) - 3 * numel * 4 // 2 <= padding
+    assert [one.scalars for one in sent] == [8, 8]
+    step = rewritten(lamb_step(), stage=0)
+    assert not wire_bytes(step.gm, 2).exchanges
+    (node,) = nodes_of(step, ops.on_owners)
+    assert predict(step.graph, NOMINAL, step.table, 2).transfers[node].seconds == 0
 
 
 def test_work_is_balanced():

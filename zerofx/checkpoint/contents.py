@@ -26,6 +26,7 @@ from zerofx.deferred.ledger import LEDGER
 from zerofx.ir.parameters import shard_numel, storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.lazy_states import LazyState
+from zerofx.runtime.optimizer.owners import owner_of
 from zerofx.runtime.parameters.errors import NOWHERE, SAVED_ERRORS, SavedError, extent_of
 from zerofx.runtime.parameters.guarded import GuardedState, state_value
 from zerofx.runtime.parameters.parameter import ParameterState, State
@@ -298,6 +299,14 @@ class Contents:
     def _states_of(self, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
         attachment = REGISTRY.attached.get(optimizer)
         found: dict[str, Any] = {}
+        for key in optimizer.state:
+            if not isinstance(key, torch.Tensor):
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps state {key!r}, which belongs to no "
+                    "parameter, and a checkpoint has states by their parameters' names. Leave the "
+                    "optimizer out, and give what it holds: "
+                    "extra={'optimizer': optimizer.state_dict()}."
+                )
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter)
@@ -306,7 +315,9 @@ class Contents:
                 name = names[id(parameter)]
                 bound = REGISTRY.lookup(parameter)
                 if bound is not None and attachment is not None and bound in attachment.sharded:
-                    found[name] = dict(self._sharded_state(state, bound))
+                    is_owned = owner_of(optimizer, bound) is not None
+                    of_state = self._owned_state if is_owned else self._sharded_state
+                    found[name] = dict(of_state(state, bound))
                 else:
                     alike = bound is not None
                     found[name] = {
@@ -314,6 +325,16 @@ class Contents:
                         for key, value in state.items()
                     }
         return found
+
+    def _owned_state(
+        self, state: Mapping[str, Any], bound: ParameterState
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield what this rank has of a parameter's state, and no other has."""
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                yield key, self._whole(value)
+            else:
+                yield key, encode(value, f"the state {key!r} of {bound.name!r}")
 
     def _sharded_state(
         self, state: Mapping[str, Any], bound: ParameterState

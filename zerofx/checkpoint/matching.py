@@ -22,6 +22,7 @@ from zerofx.errors import CheckpointError
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
+from zerofx.runtime.optimizer.owners import owner_of
 from zerofx.runtime.optimizer.states import states_after_a_step
 from zerofx.runtime.parameters.errors import SAVED_ERRORS, SavedError
 from zerofx.runtime.parameters.guarded import GuardedState, state_value
@@ -339,7 +340,9 @@ class _StateMatching:
         self.optimizer, self.group, self.parameter = optimizer, group, parameter
         bound = REGISTRY.lookup(parameter)
         self.is_seen = bound is not None  # by a compiled step
-        self.bound = bound if bound is not None and bound.stage > 0 else None
+        owner = owner_of(optimizer, bound) if bound is not None else None
+        self.is_elsewhere = bound is not None and owner not in (None, bound.communicator.mesh.shard)
+        self.bound = bound if bound is not None and bound.stage > 0 and owner is None else None
         self.state: Mapping[str, Any] = optimizer.state.get(parameter) or {}
         self.here = widened_dtypes(self.state)
         attachment = REGISTRY.attached.get(optimizer)
@@ -348,6 +351,8 @@ class _StateMatching:
         self.staying: list[str] = []
 
     def match(self, entries: Mapping[Keys, str], numbers: set[Keys]) -> None:
+        if self.is_elsewhere:
+            return
         if self.here and entries:
             self._compare_names({str(path[0]) for path in entries})
         for path, entry in entries.items():

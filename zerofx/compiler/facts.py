@@ -9,10 +9,11 @@ from zerofx.capture.step import CapturedStep
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.codegen.rewrite.whole_tensors import whole_update_flops
 from zerofx.hardware import Hardware
-from zerofx.ir.mesh import Mesh
+from zerofx.ir.mesh import EVERY_RANK, Mesh
 from zerofx.ir.parameters import KeptGathered, Place
 from zerofx.options import Options
-from zerofx.passes.base import PassContext
+from zerofx.passes.base import PassContext, WholeUpdate
+from zerofx.runtime.optimizer.owners import owners_among, why_own_step
 from zerofx.runtime.optimizer.states import bytes_of_states
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.bucket import Location
@@ -37,23 +38,30 @@ def context_of(
         bound=frozenset(known),
         kept_gathered=kept_gathered,
         figures=figures,
-        whole_updates=whole_updates(step),
+        whole_updates=whole_updates(step, options.stage, mesh),
         state_bytes=state_bytes(step, options),
         host_parameters=on_host,
         filed_parameters=in_files,
     )
 
 
-def whole_updates(step: CapturedStep) -> dict[tuple[int, int], int]:
-    """The updates that may need whole tensors, (optimizer, parameter) -> what each computes."""
-    flops = {
-        handle: whole_update_flops(substitutes.optimizer_of(handle)) for handle in step.optimizers
-    }
-    return {
-        (handle, parameter): flops[handle][id(step.tensors[parameter])]
-        for handle, parameter in step.updates
-        if id(step.tensors[parameter]) in flops.get(handle, ())
-    }
+def whole_updates(step: CapturedStep, stage: int, mesh: Mesh) -> dict[tuple[int, int], WholeUpdate]:
+    """Return the updates that may need whole tensors, or the optimizer's own step."""
+    found: dict[tuple[int, int], WholeUpdate] = {}
+    for handle in step.optimizers:
+        optimizer = substitutes.optimizer_of(handle)
+        mine = [parameter for of, parameter in step.updates if of == handle]
+        described = [(step.tensors[parameter], step.table[parameter]) for parameter in mine]
+        flops = whole_update_flops(optimizer) if stage > 0 else {}
+        why = why_own_step(optimizer, described, sharded=stage > 0)
+        owners = owners_among(optimizer, mesh.num_shards) if why and stage > 0 else {}
+        for tensor, info in described:
+            if why:
+                owner = owners.get(tensor, EVERY_RANK)
+                found[handle, info.index] = WholeUpdate(info.numel, why, owner)
+            elif id(tensor) in flops:
+                found[handle, info.index] = WholeUpdate(flops[id(tensor)])
+    return found
 
 
 def state_bytes(step: CapturedStep, options: Options) -> dict[tuple[int, int], float]:

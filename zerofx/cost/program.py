@@ -19,6 +19,7 @@ from zerofx.hardware import PIECE_BYTES, Hardware
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, done_with, mutated_inputs
 from zerofx.ir.interface import input_role
+from zerofx.ir.mesh import EVERY_RANK
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, role
 from zerofx.ir.rules import FILES, TO_HOST
@@ -31,6 +32,9 @@ UPDATE_TEMPORARIES = 2
 
 OWNER_TEMPORARIES = 3
 """Tensors of an owner's share: what it receives, what it makes of it, and what it makes that in."""
+
+OWN_STEP_TEMPORARIES = 4 + UPDATE_TEMPORARIES
+"""The same where the optimizer's own step runs: parameters and gradients, received and whole."""
 
 
 def live_bytes(
@@ -165,9 +169,9 @@ class _Memory:
         if node in self.own:
             return self.own[node].during
         if node.target is ops.on_owners:
-            return OWNER_TEMPORARIES * owned_bytes(
-                node, ops.num_shards(node.graph, self.world_size), self.table
-            )
+            shards = ops.num_shards(node.graph, self.world_size) if journeys(node) else 1
+            times = OWN_STEP_TEMPORARIES if ops.argument(node, "own_step") else OWNER_TEMPORARIES
+            return times * owned_bytes(node, shards, self.table)
         if node.target is ops.update:
             value = node.args[0].meta["val"]
             nbytes = self.bytes_of(value)
@@ -304,7 +308,7 @@ def _dtype_of(node: fx.Node) -> torch.dtype:
 
 
 def owned_bytes(node: fx.Node, world_size: int, table: ParameterTable | None = None) -> int:
-    """Bytes of an even share of the tensors that an ``on_owners`` is about, as gradients.
+    """Return the bytes of an even share of an ``on_owners``' tensors, as gradients.
 
     An update may send them in a narrower dtype.  With a ``table`` all ranks count alike.
     """
@@ -314,6 +318,16 @@ def owned_bytes(node: fx.Node, world_size: int, table: ParameterTable | None = N
     wholes = zip(node.args[3], gradients, strict=True)
     nbytes = sum(table[index].numel * gradient.itemsize for index, gradient in wholes)
     return -(-nbytes // world_size)
+
+
+def journeys(node: fx.Node) -> int:
+    """Return how often an ``on_owners`` sends what ``owned_bytes`` counts: there, and back.
+
+    Of an update by the optimizer's own step, parameter and gradient go; of others one tensor does.
+    """
+    if min(node.args[4], default=EVERY_RANK) == EVERY_RANK:
+        return 0
+    return 3 if ops.argument(node, "own_step") else 2
 
 
 def flops(node: fx.Node) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import fx
 
 from zerofx.calibration import AS_ADDED_UP, CONFIDENCE, Cost
-from zerofx.cost.program import name_of, owned_bytes, seconds
+from zerofx.cost.program import journeys, name_of, owned_bytes, seconds
 from zerofx.hardware import Hardware, Link
 from zerofx.ir import ops
 from zerofx.ir.interface import recorded
@@ -201,7 +201,7 @@ def predict(
         elif node.target is ops.on_owners:
             num_shards = ops.num_shards(graph, world_size)
             share = owned_bytes(node, num_shards, table)
-            travels_s = 2 * _link(node, figures).transfer_s(share, num_shards)
+            travels_s = journeys(node) * _link(node, figures).transfer_s(share, num_shards)
             travels_s *= times.get(link_lanes(node)[0], 1.0)
             transfers[node] = Transfer(travels_s, travels_s)
             for lane in link_lanes(node):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zerofx.cost.program import owned_bytes
+from zerofx.cost.program import journeys, owned_bytes
 from zerofx.ir import ops
 from zerofx.ir.interface import recorded
 from zerofx.ir.offload import copies_activation, is_staged, staging_bytes
@@ -49,8 +49,12 @@ def wire_bytes(gm: fx.GraphModule, world_size: int, axis: str | None = None) -> 
     shards, mesh = ops.num_shards(gm.graph, world_size), recorded(gm.graph).mesh
     for node in gm.graph.nodes:
         if node.target is ops.on_owners and axis in (None, mesh and mesh.across):
-            sent["num_collectives"] += 2
-            sent["exchanges"] += 2 * owned_bytes(node, shards) * (shards - 1) // shards
+            times = journeys(node)
+            sent["num_collectives"] += 2 if times else 0
+            if times and ops.argument(node, "own_step"):  # ranks compare their groups
+                sent["num_collectives"] += 1
+                sent["scalars"] += 8 * (shards - 1)
+            sent["exchanges"] += times * owned_bytes(node, shards) * (shards - 1) // shards
         of = ops.rules(node).traffic(node)
         if of and axis in (None, ops.argument(node, "axis")):
             sent["num_collectives"] += 1

@@ -33,6 +33,16 @@ def owned_parameters(graph: fx.Graph) -> dict[int, frozenset[int]]:
     return owned
 
 
+def owners_of_own_steps(graph: fx.Graph) -> dict[int, dict[int, int]]:
+    """By optimizer whose own step runs, the owners of the parameters that it updates."""
+    found: dict[int, dict[int, int]] = {}
+    for node in graph.nodes:
+        if node.target is ops.on_owners and ops.argument(node, "own_step"):
+            optimizer, parameters, owners = node.args[2:5]
+            found.setdefault(optimizer, {}).update(zip(parameters, owners, strict=True))
+    return found
+
+
 def shards_changed_by_user(graph: fx.Graph) -> set[int]:
     """The parameters whose shards something writes to that is no update's part."""
     return {
@@ -100,11 +110,19 @@ def changed_gradients(graph: fx.Graph) -> set[int]:
 
 def gradients_read_after_update(graph: fx.Graph) -> set[int]:
     """The parameters whose gradient has a reader behind the update that reads it."""
-    return {
-        update.parameter
+    read = [
+        (update.parameter, update.gradient, node)
         for node in graph.nodes
         for update in operands_of_updates(node)
-        if any(reader > node for reader in readers(update.gradient))
+    ]
+    for node in graph.find_nodes(op="call_function", target=ops.on_owners):
+        read += [
+            (index, grad, node) for index, grad in zip(node.args[3], node.args[1], strict=True)
+        ]
+    return {
+        parameter
+        for parameter, gradient, node in read
+        if any(reader > node for reader in readers(gradient))
     }
 
 

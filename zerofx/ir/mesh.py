@@ -9,6 +9,9 @@ from dataclasses import dataclass
 DATA = "data"
 """The one axis of ranks that are not arranged any further."""
 
+EVERY_RANK = -1
+"""In place of a shard's number: what each rank does for itself."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -162,3 +165,21 @@ class Mesh:
 def axes_in(axis: str) -> frozenset[str]:
     """The names of the axes that an operator's argument names."""
     return frozenset(axis.split(","))
+
+
+def balanced(
+    work: Sequence[int], num_ranks: int, loads: Sequence[int] = ()
+) -> tuple[list[int], int]:
+    """Return a rank for each piece of work, and how much the rank has that has most.
+
+    The heaviest first, each to the rank that has least so far: at most 4/3 of what the best
+    choice would leave a rank with.  Ranks may have ``loads`` already.
+    Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies".
+    """
+    loads = list(loads) or [0] * num_ranks
+    owners = [0] * len(work)
+    for position in sorted(range(len(work)), key=lambda position: -work[position]):
+        rank = min(range(num_ranks), key=loads.__getitem__)
+        owners[position] = rank
+        loads[rank] += work[position]
+    return owners, max(loads)

@@ -453,16 +453,22 @@ def all_reduce_bucket_start(wholes, parameters, numel, reduction, axis=DATA):
 
 @define(
     "on_owners(Tensor[] values, Tensor[] grads, int optimizer, int[] parameters, int[] owners,"
-    " int flops, Tensor? found_inf=None) -> Tensor[]",
+    " int flops, Tensor? found_inf=None, *, bool own_step=False) -> Tensor[]",
     flops=lambda node: node.args[5],
     uncaptured=_uncaptured_update,
 )
-def on_owners(values, grads, optimizer, parameters, owners, flops, found_inf=None):
+def on_owners(
+    values, grads, optimizer, parameters, owners, flops, found_inf=None, *, own_step=False
+):
     """Run what of these updates needs a parameter whole, each on the rank that is its owner.
 
     Takes this rank's flat shards, and returns its shards of what ``update`` then takes in place of
     the gradients.  Communicates twice, in here: to the owners and back.  ``flops`` is what the
     rank computes that has most to do.  What really travels may be of a narrower dtype.
+
+    ``own_step``: owners run the optimizer's step as it is, once, on the parameters that they own.
+    Parameters travel too then, and ``update`` takes their new values.  At stage 0 each rank runs it
+    on all of them, whole, and nothing travels.
     """
     return [torch.empty_like(grad) for grad in grads]
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from zerofx.codegen.wires import blocks, errors, sums
 from zerofx.ir import ops
-from zerofx.ir.mesh import DATA, Mesh
+from zerofx.ir.mesh import DATA, EVERY_RANK, Mesh
 from zerofx.ir.ops import HOST
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.replay.in_process_group import Exchange
@@ -74,8 +74,10 @@ class Updates:
             stand_ins[index].grad = grad.detach().to(value.device, value.dtype)
         with torch.enable_grad():
             made.step()
-        for index in parameters:
+        for index, value in zip(parameters, values, strict=True):
             stand_ins[index].grad = None
+            if stand_ins[index].data_ptr() != value.data_ptr():  # it has assigned `p.data`
+                value.copy_(stand_ins[index].detach())
 
     def _cut_states(self, states: dict[str, Any], info: ParameterInfo, value: Tensor) -> None:
         """Cut states that are whole, for an optimizer makes them when it is made, as Adagrad."""
@@ -324,7 +326,8 @@ class Reference:
         if whole is None:
             self.updates.step(optimizer, [parameter], [values], [grad], found_inf)
         else:
-            values.copy_(self.take_shard(whole, parameter, values.numel()))
+            is_whole = values.shape == whole.shape
+            values.copy_(whole if is_whole else self.take_shard(whole, parameter, values.numel()))
         return values
 
     def update_together(
@@ -355,10 +358,15 @@ class Reference:
         owners: list[int],
         flops: int,
         found_inf: Tensor | None = None,
+        *,
+        own_step: bool = False,
     ) -> list[Tensor]:
         """Update the whole tensors on every rank; ``update`` then keeps what a rank owns of it."""
-        updated = list(map(self.whole, values, parameters))
-        averaged = list(map(self.whole, grads, parameters))
+        if EVERY_RANK in owners:
+            updated, averaged = [value.clone() for value in values], grads
+        else:
+            updated = list(map(self.whole, values, parameters))
+            averaged = list(map(self.whole, grads, parameters))
         self.updates.step(optimizer, parameters, updated, averaged, found_inf, whole=True)
         for index, whole in zip(parameters, updated, strict=True):
             self._wholes[optimizer, index] = whole

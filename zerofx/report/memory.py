@@ -15,8 +15,9 @@ from zerofx.cost.fusion import Fusion
 from zerofx.cost.program import Allocation, Own, allocations
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, memory_of
-from zerofx.ir.graph import is_backward, updated_by
+from zerofx.ir.graph import is_backward, is_owned, updated_by
 from zerofx.ir.interface import gradient_of, input_role
+from zerofx.ir.mesh import EVERY_RANK
 from zerofx.ir.offload import is_staged, operands_of_updates, staged_until
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, bucket_of, parameter_of, role
@@ -273,12 +274,25 @@ def _filed(nodes: Sequence[fx.Node]) -> dict[tuple[int, int], tuple[int, int]]:
 
 def _updated(node: fx.Node, table: ParameterTable) -> list[tuple[int, int]]:
     """Return the parameters that a node updates, each with the number of elements."""
+    if node.target is ops.on_owners and ops.argument(node, "own_step"):
+        pairs = zip(*node.args[3:5], strict=True)
+        mine = [(table[index], owner) for index, owner in pairs]
+        return [
+            (info.index, info.numel) for info, owner in mine if owner in (EVERY_RANK, info.rank)
+        ]
+    if node.target is ops.update and is_owned(node) and _follows_own_step(node):
+        return []
     if node.target is ops.update:
         return [(node.args[3], value_bytes(node) // node.meta["val"].dtype.itemsize)]
     if node.target is ops.optimizer_step:
         return [(index, table[index].numel) for index in node.args[4]]
     pieces = operands_of_updates(node)
     return [(piece.parameter, table[piece.parameter].shard_numel) for piece in pieces]
+
+
+def _follows_own_step(update: fx.Node) -> bool:
+    direction = update.args[1]
+    return ops.argument(direction.args[0], "own_step")
 
 
 def _staging(nodes: Sequence[fx.Node]) -> Iterator[Piece]:

@@ -18,7 +18,7 @@ import torch
 from tabulate import tabulate
 from torch import fx
 
-from zerofx.cost.program import owned_bytes
+from zerofx.cost.program import journeys, owned_bytes
 from zerofx.cost.timeline import Timeline, predict
 from zerofx.cost.traffic import size_text
 from zerofx.errors import CommandError
@@ -209,7 +209,8 @@ class _Writer:
         """Return the bytes that a node puts on a lane; 0 where it moves none."""
         if node.target is ops.on_owners:
             ranks, table = self.ctx.world_size, self.ctx.table
-            return owned_bytes(node, ranks, table) if lane in LINKS else 0
+            is_sent = lane in LINKS and journeys(node)
+            return owned_bytes(node, ranks, table) if is_sent else 0
         rules = ops.rules(node)
         if lane in LINKS:
             return rules.sends(node)

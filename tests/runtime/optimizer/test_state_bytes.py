@@ -40,12 +40,12 @@ def predicted(monkeypatch, optimizer, precision):
     found = {}
     original = facts.whole_updates
 
-    def look(step):
+    def look(step, *others):
         infos = {id(t): info for t, info in zip(step.tensors, step.table, strict=True)}
         assert isinstance(step.table, ParameterTable)
         assert step.optimizers == (substitutes.handle_of(optimizer),)
         found.update(bytes_of_states(optimizer, infos, Precision(**precision)))
-        return original(step)
+        return original(step, *others)
 
     monkeypatch.setattr(facts, "whole_updates", look)
     return found

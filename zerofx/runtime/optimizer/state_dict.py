@@ -5,6 +5,7 @@ Everything here that reads whole values is collective.
 
 from __future__ import annotations
 
+import io
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,8 +15,10 @@ from torch.optim import Optimizer
 
 from zerofx import compat
 from zerofx.codegen.rewrite.storage import MASTER, widen
+from zerofx.codegen.trace.nested import map_leaves
 from zerofx.runtime.memory.flat import gather, ordinary_tensors, take_shard
 from zerofx.runtime.optimizer.lazy_states import LazyState
+from zerofx.runtime.optimizer.owners import owner_of
 from zerofx.runtime.optimizer.states import with_values
 from zerofx.runtime.parameters.parameter import ParameterState
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -27,8 +30,9 @@ def attach_optimizer(optimizer: Optimizer, keeps_loaded_dtypes: bool = False) ->
 
     Call it whenever parameters have been bound, and before creating states.  From then on, at
     stages 1 to 3, every tensor of ``optimizer.state[parameter]`` that is not 0-dimensional is
-    this rank's ``[info.shard_numel]``; whole ones from before are cut here.  Uses torch's public
-    hooks on this one instance, and marks what has been cut, so calling it again is harmless.
+    this rank's ``[info.shard_numel]``; whole ones from before are cut here.  If the optimizer's own
+    step updates the parameter, its owner keeps them whole, and no other rank any.  Uses torch's
+    public hooks on this one instance, and marks what has been cut, so calling it again is harmless.
 
     With ``keeps_loaded_dtypes`` a state that is loaded stays in the dtype that it comes in, where
     torch would cast it to its parameter's.
@@ -80,24 +84,37 @@ class OptimizerAttachment:
         new = [bound for bound in self.bounds(optimizer) if bound not in self.sharded]
         numbers = _names_of_numbers(optimizer.state)
         cuts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        not_owned = []
         for bound in new:
             state = optimizer.state.get(bound.parameter, {})
+            owner = owner_of(optimizer, bound)
+            if owner is not None:
+                if owner == bound.communicator.mesh.shard:
+                    cuts.append((state, map_leaves(_read, dict(state))))
+                else:
+                    not_owned.append(bound.parameter)
+                continue
             with ordinary_tensors():
                 cuts.append(
                     (state, {key: _cut(key, v, bound, numbers) for key, v in state.items()})
                 )
         for state, shards in cuts:
             state.update(shards)
+        for parameter in not_owned:
+            optimizer.state.pop(parameter, None)
         self.sharded.update(new)
 
     def whole_state(
-        self, bound: ParameterState, state: Mapping[str, Any], reader: Reader
+        self, optimizer: Optimizer, bound: ParameterState, state: Mapping[str, Any], reader: Reader
     ) -> dict[str, Any]:
         """Return the whole tensors of one parameter's state, on its device.  Collective.
 
         In the dtypes in which the optimizer would have them, whatever they are kept in.
         ``reader`` reads those that are in files.
         """
+        owner = owner_of(optimizer, bound)
+        if owner is not None:
+            return _from_owner(dict(state), owner, bound)
         with ordinary_tensors():
             whole = state = widen(with_values(state, reader))
         for key in sorted(state, key=str):  # the same order on all ranks
@@ -134,11 +151,15 @@ class OptimizerAttachment:
         states, reader = state_dict["state"], Reader()
         for number, parameter in _numbered(optimizer, state_dict).items():
             bound = by_parameter.get(id(parameter))
-            if bound is not None and number in states:
-                whole = self.whole_state(bound, states[number], reader)
-                states[number] = {name: _snapshot(value) for name, value in whole.items()}
-        # In the order of the parameters, as if they had been updated in it.
-        state_dict["state"] = dict(sorted(states.items(), key=lambda entry: entry[0]))
+            if bound is None:
+                continue
+            if number in states or owner_of(optimizer, bound) is not None:
+                whole = self.whole_state(optimizer, bound, states.get(number, {}), reader)
+                if whole:
+                    states[number] = {k: map_leaves(_snapshot, v) for k, v in whole.items()}
+        # In the order of the parameters, as if they had been updated in it; then what is nobody's.
+        nobody = {key: states.pop(key) for key in list(states) if not isinstance(key, int)}
+        state_dict["state"] = dict(sorted(states.items(), key=lambda entry: entry[0])) | nobody
 
     def on_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         REGISTRY.settle(self.bounds(optimizer), [optimizer])
@@ -221,6 +242,35 @@ def _cut(key: str, value: Any, bound: ParameterState, numbers: set[str]) -> Any:
     )
 
 
+def _read(value: Any) -> Any:
+    """Return a state as it is, read if it is in a checkpoint still."""
+    return value.read() if isinstance(value, LazyState) else value
+
+
+def _from_owner(state: dict[str, Any], owner: int, bound: ParameterState) -> dict[str, Any]:
+    """Send one parameter's state from its owner to all ranks.  Collective."""
+    communicator, device = bound.communicator.shards, bound.info.device
+    if communicator.world_size == 1:
+        return state
+    mine = owner == bound.communicator.mesh.shard
+    data = io.BytesIO()
+    if mine:
+        torch.save(state, data)
+    with ordinary_tensors():
+        size = torch.tensor([data.tell()], device=device)
+        source = bound.communicator.mesh.rank_of(owner)
+        communicator.broadcast(size, source)
+        sent = torch.empty(int(size), dtype=torch.uint8, device=device)
+        if mine:
+            sent.copy_(torch.frombuffer(data.getbuffer(), dtype=torch.uint8))
+        communicator.broadcast(sent, source)
+        if mine:
+            return state
+        # Another rank's of this very training: what it holds may be of a library's class.
+        data = io.BytesIO(sent.cpu().numpy().tobytes())
+        return torch.load(data, map_location=device, weights_only=False)
+
+
 def _check_is_shard(key: str, value: torch.Tensor, bound: ParameterState) -> None:
     if tuple(value.shape) == (bound.info.shard_numel,):
         return
@@ -258,11 +308,13 @@ def unshard_states(optimizer: Optimizer, bounds: list[ParameterState]) -> None:
     reader = Reader()
     for bound in attachment.bounds(optimizer):
         if bound in wanted and bound in attachment.sharded:
-            state = optimizer.state.get(bound.parameter)
-            if state:
-                whole = attachment.whole_state(bound, state, reader)
-                state.clear()
-                state.update(_as_plain(whole, bound) if attachment.keeps_loaded_dtypes else whole)
+            state = optimizer.state.get(bound.parameter, {})
+            if state or owner_of(optimizer, bound) is not None:
+                whole = attachment.whole_state(optimizer, bound, state, reader)
+                whole = _as_plain(whole, bound) if attachment.keeps_loaded_dtypes else whole
+                if whole:
+                    optimizer.state[bound.parameter].clear()
+                    optimizer.state[bound.parameter].update(whole)
             attachment.sharded.discard(bound)
     if not attachment.sharded:
         attachment.detach()

@@ -11,7 +11,12 @@ from torch import fx
 from zerofx.codegen.kernels import Keep
 from zerofx.codegen.rewrite.gradient_work import GradientWork, squares_of
 from zerofx.codegen.rewrite.storage import Precision
-from zerofx.ir.effects import gradients_read_after_update, groups_on_host, owned_parameters
+from zerofx.ir.effects import (
+    gradients_read_after_update,
+    groups_on_host,
+    owned_parameters,
+    owners_of_own_steps,
+)
 from zerofx.ir.graph import updates
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.optimizer.lazy_states import unread
@@ -43,6 +48,7 @@ class OptimizerSteps:
         self.communicator = communicator
         parameters = {info.index: (trained.tensors[info.index], info) for info in trained.table}
         read_later, owned = gradients_read_after_update(graph), owned_parameters(graph)
+        owners = owners_of_own_steps(graph)
         on_host: dict[int, set[int]] = defaultdict(set)
         for handle, together in groups_on_host(graph):
             on_host[handle].update(together)
@@ -57,6 +63,7 @@ class OptimizerSteps:
                     keep_source=keep_source,
                     precision=Precision.of(setup.options),
                     owned=owned.get(handle, ()),
+                    owners=owners.get(handle),
                     on_host=on_host[handle],
                     seen_flat=setup.options.stage == 0 and setup.joins_updates,
                 ),
@@ -183,6 +190,7 @@ class OptimizerSteps:
         owners: list[int],
         flops: int,
         found_inf: torch.Tensor | None = None,
+        own_step: bool = False,
     ) -> list[torch.Tensor]:
         """Begin these updates, as far as what needs whole tensors; ``update`` goes on with it."""
         if self.is_skipped(found_inf):

@@ -284,7 +284,12 @@ class TracedOptimizer:
 
     def check_gradient(self, update: Update, parameter: UpdatedParameter) -> None:
         """Refuse an update that changes a gradient that is read after it."""
-        if update.writes_gradient and parameter.index in self.settings.gradients_read_later:
+        if update.writes_gradient:
+            self.check_written_gradient(parameter)
+
+    def check_written_gradient(self, parameter: UpdatedParameter) -> None:
+        """Refuse that an update has changed a gradient which is read after it."""
+        if parameter.index in self.settings.gradients_read_later:
             raise UpdateError(
                 f"{self.name}.step writes to p.grad, and the gradient of '{parameter.info.name}' "
                 "is read after it, in the step or as p.grad once the step is over: zerofx's update "

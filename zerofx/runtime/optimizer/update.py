@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zerofx.codegen.kernels import Kernel, runs_triton
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.gradient_work import GradientWork, squares_of
-from zerofx.codegen.trace.arguments import read_arguments
+from zerofx.codegen.trace.arguments import Arguments, read_arguments
 from zerofx.codegen.trace.independence import check_independent
 from zerofx.codegen.trace.trace import Update
 from zerofx.codegen.triton.launch import Launches
@@ -131,24 +131,38 @@ class OptimizerRunner(TracedOptimizer):
         """
         optimizer = self.live_optimizer()
         check_independent(optimizer)
-        nothing = read_arguments({}, shard_shape=None, inputs=())
+        new = []
+        for parameter in map(self.parameters.__getitem__, parameters):
+            self.storage.check(parameter.info)
+            if parameter.index in self.settings.owned:
+                self.owned.check_precision(parameter.info)
+            if not optimizer.state.get(parameter.user()):
+                new.append(parameter.index)
+        if self.settings.owners is None:
+            self.trace_first(new)
+
+    def trace_first(self, parameters: Iterable[int], state: Arguments | None = None) -> None:
+        """Trace the updates of these parameters as if they had no states, without running them.
+
+        Or as if they had this ``state``.
+
+        Raises: UpdateError if an update cannot be traced, or not run on shards.
+        """
+        state = state or read_arguments({}, shard_shape=None, inputs=())
         self.begin()
         for parameter in map(self.parameters.__getitem__, parameters):
-            is_owned = parameter.index in self.settings.owned
-            self.storage.check(parameter.info)
-            if is_owned:
-                self.owned.check_precision(parameter.info)
             group = self._group_of(parameter.index)
-            if group is not None and not optimizer.state.get(parameter.user()):
-                try:
-                    traced = self.find(parameter, group, nothing)
-                except UpdateError:
-                    if not parameter.seen_flat:
-                        raise
-                    parameter.see_flat(False)
-                    traced = self.find(parameter, group, nothing)
-                if is_owned:
-                    self.owned.divide(traced.update, parameter.info)
+            if group is None:
+                continue
+            try:
+                traced = self.find(parameter, group, state)
+            except UpdateError:
+                if not parameter.seen_flat:
+                    raise
+                parameter.see_flat(False)
+                traced = self.find(parameter, group, state)
+            if parameter.index in self.settings.owned:
+                self.owned.divide(traced.update, parameter.info)
         self._groups = None
 
     def run(self, data: Tensor, grad: Tensor, parameter: int) -> Tensor:

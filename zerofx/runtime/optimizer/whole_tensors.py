@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.nn.functional import pad
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.whole_tensors import DividedUpdate, divide
 from zerofx.codegen.trace.trace import Update
+from zerofx.ir.mesh import EVERY_RANK
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.comm.communication import Communicator
-from zerofx.runtime.memory.flat import whole_from_flat
+from zerofx.runtime.memory.flat import in_storage_order, whole_from_flat
+from zerofx.runtime.optimizer.own_step import OwnStep, WholeParameter
 from zerofx.runtime.optimizer.piece import Piece
 from zerofx.runtime.optimizer.traces import TracedOptimizer
 
@@ -30,40 +33,76 @@ def compute_on_owners(
 ) -> list[Tensor]:
     """Gather each tensor on its owner, compute there, and scatter the results.  Collective.
 
-    Owners, as all ranks here, go by the numbers of their shards.
     ``compute(position, whole)`` returns a tensor of the parameter's shape and of this ``dtypes``;
-    the owner calls it.  ``infos`` say what each rank holds.  All tensors of one owner travel
-    together, as bytes, without padding: an element goes to its owner once, and comes back once.
+    the owner calls it.  Otherwise as ``gather_on_owners`` and ``scatter_from_owners``.
+    """
+    wholes = gather_on_owners(shards, infos, owners, communicator)
+    results = {place: compute(place, whole) for place, whole in wholes.items()}
+    lengths = list(map(len, shards))
+    return scatter_from_owners(results, infos, owners, dtypes, lengths, communicator)
 
-    Shapes: ``[info.shard_numel]`` each, in and out; padding comes out as zero.
+
+def gather_on_owners(
+    shards: Sequence[Tensor],
+    infos: Sequence[ParameterInfo],
+    owners: Sequence[int],
+    communicator: Communicator,
+) -> dict[int, Tensor]:
+    """Return the whole tensors that this rank owns, by position.  Collective.
+
+    Owners, as all ranks here, go by the numbers of their shards.  ``infos`` say what each rank
+    holds.  All tensors of one owner travel together, as bytes, without padding.
+
+    Shapes: ``[info.shard_numel]`` each -> the parameters'.
     """
     rank, ranks = communicator.mesh.shard, range(communicator.world_size)
-    owned = [[place for place, owner in enumerate(owners) if owner == other] for other in ranks]
-    mine = owned[rank]
     parts = [shard[: _length(info, rank)] for shard, info in zip(shards, infos, strict=True)]
+    owned = _owned(owners, communicator)
     received = _exchanged(
         [[parts[i] for i in theirs] for theirs in owned],
-        [[(_length(infos[i], other), shards[i].dtype) for i in mine] for other in ranks],
+        [[(_length(infos[i], other), shards[i].dtype) for i in owned[rank]] for other in ranks],
         shards[0],
         communicator,
     )
-    results: dict[int, Tensor] = {}
-    for number, i in enumerate(mine):
-        flat = torch.cat([received[other][number] for other in ranks])
-        made = compute(i, whole_from_flat(flat, infos[i]))
-        results[i] = made.permute(infos[i].storage_order).reshape(-1)
+    return {
+        i: whole_from_flat(torch.cat([received[other][number] for other in ranks]), infos[i])
+        for number, i in enumerate(owned[rank])
+    }
+
+
+def scatter_from_owners(
+    wholes: Mapping[int, Tensor],
+    infos: Sequence[ParameterInfo],
+    owners: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    lengths: Sequence[int],
+    communicator: Communicator,
+) -> list[Tensor]:
+    """Return this rank's shards of the tensors that their owners have as ``wholes``.  Collective.
+
+    Shapes: the parameters' -> ``[length]`` each; padding comes out as zero.
+    """
+    rank, ranks = communicator.mesh.shard, range(communicator.world_size)
+    owned = _owned(owners, communicator)
+    flat = {i: in_storage_order(wholes[i], infos[i]) for i in owned[rank]}
     returned = _exchanged(
-        [[results[i][slice(*infos[i].owned_by(other))] for i in mine] for other in ranks],
+        [[flat[i][slice(*infos[i].owned_by(other))] for i in owned[rank]] for other in ranks],
         [[(_length(infos[i], rank), dtypes[i]) for i in theirs] for theirs in owned],
-        shards[0],
+        torch.empty(0, device=infos[0].device),
         communicator,
     )
     pieces = {owner: iter(found) for owner, found in enumerate(returned)}
     return [
-        pad(piece, (0, shard.numel() - len(piece)))
-        for shard, owner in zip(shards, owners, strict=True)
+        pad(piece, (0, length - len(piece)))
+        for length, owner in zip(lengths, owners, strict=True)
         for piece in [next(pieces[owner])]
     ]
+
+
+def _owned(owners: Sequence[int], communicator: Communicator) -> list[list[int]]:
+    """Return the positions of what each rank owns."""
+    ranks = range(communicator.world_size)
+    return [[place for place, owner in enumerate(owners) if owner == other] for other in ranks]
 
 
 def _length(info: ParameterInfo, rank: int) -> int:
@@ -109,7 +148,8 @@ class OwnedUpdates:
     def __init__(self, optimizer: TracedOptimizer) -> None:
         self._optimizer = optimizer
         self._divided: dict[Update, DividedUpdate] = {}
-        self._begun: dict[int, _BegunUpdate] = {}
+        self._begun: dict[int, _BegunUpdate | None] = {}
+        self._own_step = OwnStep(optimizer)
 
     def forget(self) -> None:
         """Forget what has begun: a step that failed has left it."""
@@ -134,6 +174,10 @@ class OwnedUpdates:
 
         Shapes: flat ``[n]`` of each parameter's shard, in and out.
         """
+        if self._optimizer.settings.owners is not None:
+            results = self._by_own_step(data, grads, parameters, owners, communicator)
+            self._begun.update(dict.fromkeys(parameters))
+            return results
         begun = [self._first_part(*one) for one in zip(data, grads, parameters, strict=True)]
         self._begun.update(zip(parameters, begun, strict=True))
         results = list(grads)
@@ -152,6 +196,46 @@ class OwnedUpdates:
             results[place] = result
         return results
 
+    def _by_own_step(
+        self,
+        data: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        parameters: Sequence[int],
+        owners: Sequence[int],
+        communicator: Communicator,
+    ) -> list[Tensor]:
+        """Run the optimizer's own step on each parameter's owner, or everywhere; return values."""
+        gradients = [grad.to(one.dtype) for one, grad in zip(data, grads, strict=True)]
+        if EVERY_RANK in owners:
+            copies = [
+                (one.clone(), grad.clone()) for one, grad in zip(data, gradients, strict=True)
+            ]
+            wholes = dict(zip(parameters, itertools.starmap(WholeParameter, copies), strict=True))
+            return list(self._own_step.run(wholes, parameters).values())
+        infos = [self._optimizer.parameters[index].info for index in parameters]
+        tensors, count = [*data, *gradients], len(parameters)
+        found = gather_on_owners(tensors, [*infos] * 2, [*owners] * 2, communicator)
+        mine = [place for place in range(count) if place in found]
+        wholes = {parameters[i]: WholeParameter(found[i], found[count + i]) for i in mine}
+        del found
+        made = self._own_step.run(wholes, parameters)
+        self._check_alike(communicator)
+        results = {place: made[parameters[place]] for place in mine}
+        dtypes, lengths = [one.dtype for one in data], list(map(len, data))
+        return scatter_from_owners(results, infos, owners, dtypes, lengths, communicator)
+
+    def _check_alike(self, communicator: Communicator) -> None:
+        """Refuse a step that has left other numbers in its groups on one rank than on another."""
+        device = next(iter(self._optimizer.parameters.values())).info.device
+        own = torch.tensor([self._own_step.floats()], device=device)
+        if len(set(communicator.gather_whole(own).tolist())) > 1:
+            raise UpdateError(
+                f"{self._optimizer.name}.step has left numbers in its parameter groups or "
+                "attributes that differ between ranks, each of which updates the parameters that "
+                "it owns: an update depends on other parameters. zerofx updates parameters one by "
+                "one. Use an optimizer whose step treats each parameter by itself."
+            )
+
     def _first_part(self, data: Tensor, grad: Tensor, parameter: int) -> _BegunUpdate:
         """Run the part of an update that comes before what needs the parameter whole."""
         piece = self._optimizer.piece([(data, grad.to(data.dtype), parameter)])
@@ -166,6 +250,8 @@ class OwnedUpdates:
     def finish(self, data: Tensor, result: Tensor, parameter: int) -> Tensor:
         """Run the rest of an update that has begun."""
         begun = self._begun.pop(parameter)
+        if begun is None:  # its own step has run
+            return data.copy_(result)
         new_state, new_group = begun.divided.run_last(data, begun.inputs, begun.left, result)
         begun.piece.group.changed.update(new_group)
         self._optimizer.keep_state(begun.piece, new_state)
