@@ -68,6 +68,14 @@ class Factored(OneByOne):
         p.sub_(p.grad / scale, alpha=0.1 * group["lr"])
 
 
+class Counts(OneByOne):
+    """Does nothing that a shard could not do, and counts in a tensor of one element."""
+
+    def update(self, group, p, state):
+        count = state.setdefault("count", torch.zeros(1)).add_(1)
+        p.sub_(p.grad / count, alpha=group["lr"])
+
+
 class Listed(OneByOne):
     """Gupta et al. 2018, Shampoo's way to keep matrices: in a list."""
 
@@ -108,7 +116,7 @@ class Bookkeeper(OneByOne):
         p.data = p.data - rate * (momentum[0] + back) / sum(self.rates.values())
 
 
-OPTIMIZERS = {kind.__name__: kind for kind in (Lamb, Factored, Listed, Bookkeeper)}
+OPTIMIZERS = {kind.__name__: kind for kind in (Lamb, Factored, Counts, Listed, Bookkeeper)}
 
 
 class Net(nn.Module):

@@ -106,15 +106,17 @@ def _one_of_each_group(optimizer: Optimizer, parameters: Described) -> Iterator[
 def _trace_second(runner: OptimizerRunner, optimizer: Optimizer, number: int, index: int) -> None:
     """Trace a parameter's second update, with the states that the first makes of a small one.
 
-    If these are of the small one's shape, or numbers.
-
-    Raises: UpdateError if it cannot be traced.
+    Raises: UpdateError if it cannot be traced, or if states are no shards of anything.
     """
     dtype = runner.parameters[index].info.dtype
     made = states_after_a_step(optimizer, number, _SHAPE, dtype) or {}
     shapes = {leaf.shape for leaf in leaves(dict(made)) if isinstance(leaf, torch.Tensor)}
     if shapes <= {(), _SHAPE}:
         runner.trace_first([index], read_arguments(made, shard_shape=_SHAPE, inputs=made))
+    elif runner.settings.sharded:
+        raise UpdateError(
+            f"{runner.name} keeps states that are neither of the parameter's shape nor a number"
+        )
 
 
 def owner_of(optimizer: Optimizer, bound: ParameterState) -> int | None:
