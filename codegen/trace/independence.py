@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.trace.shadow import own_copy, shadow_of
@@ -91,9 +92,18 @@ def _train(
                 parameter.grad = torch.randn(_SHAPE, generator=generator)
                 if place not in (None, number):
                     parameter.grad *= scale
-            with torch.enable_grad():
+            with torch.enable_grad(), _Alone():
                 type(shadow).step(shadow)
     return {member: parameter.detach() for member, parameter in parameters.items()}
+
+
+class _Alone(TorchDispatchMode):
+    """Lets a step send nothing: ranks would not do so alike."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(f"the step sends tensors to other ranks: {func}")
+        return func(*args, **(kwargs or {}))
 
 
 def _like(value: Any) -> Any:

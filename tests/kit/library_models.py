@@ -136,6 +136,30 @@ def losses_on_a_rank(name: str, options: dict[str, Any]) -> list[float]:
     return losses_compiled(*_trained(name), STEPS, options)
 
 
+def losses_with_own_fsdp2(name: str) -> list[float]:
+    """Return this rank's losses of a model of torchtitan, sharded as its own trainer does it."""
+    from torch.distributed.fsdp import FSDPModule
+    from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+
+    trained, ranks = of(name), torch.distributed.get_world_size()
+    mesh = torch.distributed.init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
+    fp32 = torch.float32
+    apply_fsdp_to_decoder(trained.model, mesh, fp32, fp32, pp_enabled=False)
+    for module in trained.model.modules():
+        if isinstance(module, FSDPModule):  # gloo multiplies nothing while it adds
+            module.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    losses = []
+    for _ in range(STEPS):
+        loss = trained.loss(trained.model, *trained.batch(generator))
+        (loss / ranks).backward()  # it adds gradients up
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def _trained(name: str) -> tuple[Callable[..., Tensor], torch.optim.Optimizer, Any]:
     trained = of(name)
     optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-3)

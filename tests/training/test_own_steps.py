@@ -502,6 +502,146 @@ def test_a_step_that_overflows_is_left_out():
     assert not torch.equal(model.state_dict()["up.weight"], before["up.weight"])
 
 
+class Restarts(Lamb):
+    """Forgets all of a parameter's state now and then."""
+
+    def update(self, group, p, state):
+        super().update(group, p, state)
+        if state["step"] == 2:
+            self.state.pop(p)
+
+
+class KnowsByIdentity(Lamb):
+    """Counts by the parameter's ``id``, and tells its group the step."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.counts = {}
+
+    def update(self, group, p, state):
+        self.counts[id(p)] = self.counts.get(id(p), 0) + 1
+        super().update({"lr": group["lr"] / self.counts[id(p)]}, p, state)
+        group["scale"], group["k"] = 1 / state["step"], state["step"]
+
+
+def goes_on(kind):
+    """Over a batch of another size, and states that are loaded."""
+    torch._dynamo.reset()
+    rank, world_size = rank_and_size()
+    OPTIMIZERS[kind.__name__] = kind
+    one, other = built(kind.__name__), built(kind.__name__)
+    zero = compiled(step, 3)
+    for number in range(6):
+        if number == 4:
+            one[1].load_state_dict(copy.deepcopy(one[1].state_dict()))
+        size = 3 if number == 2 else 4
+        parts = [[part[:size] for part in batch(number, r)] for r in range(world_size)]
+        losses = [(other[0](x) - y).pow(2).mean() for x, y in parts]
+        (sum(losses) / world_size).backward()
+        other[1].step()
+        other[1].zero_grad()
+        assert math.isclose(zero(*one, *parts[rank]).item(), losses[rank].item(), rel_tol=1e-5)
+    groups = [made.state_dict()["param_groups"] for _, made in (one, other)]
+    assert [g.get("k") for g in groups[0]] == [g.get("k") for g in groups[1]]
+    assert [g.get("scale") for g in groups[0]] == [g.get("scale") for g in groups[1]]
+
+
+@pytest.mark.slow(reason="two programs, for batches of two sizes, of three ranks")
+@pytest.mark.parametrize("kind", (Restarts, KnowsByIdentity))
+def test_it_goes_on_in_other_programs_and_with_loaded_states(ranks, kind):
+    ranks(3).run(goes_on, kind)
+
+
+class WritesData(Lamb):
+    """As older optimizers write."""
+
+    def update(self, group, p, state):
+        p.grad.data.mul_(2)
+        super().update(group, p, state)
+
+
+def test_a_gradient_that_is_written_as_data_is_seen():
+    def keeps_gradients(model, optimizer, x, y):
+        loss = (model(x) - y).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    model = Net()
+    with pytest.raises(UpdateError, match="WritesData.step writes to p.grad"):
+        compiled(keeps_gradients, 3)(model, WritesData(model.parameters()), *batch(0, 0))
+
+
+class Sends(Lamb):
+    def step(self, closure=None):
+        dist.all_reduce(torch.ones(1))
+        super().step()
+
+
+def sends_within():
+    torch._dynamo.reset()
+    rank, _ = rank_and_size()
+    model = Net()
+    with pytest.raises(Exception, match="Sends"):
+        compiled(step, 3)(model, Sends(model.parameters()), *batch(0, rank))
+
+
+def test_a_step_that_sends_to_other_ranks_is_refused(ranks):
+    ranks(2).run(sends_within)
+
+
+class Keeps(Lamb):
+    """Has what cannot be pickled in a state."""
+
+    def update(self, group, p, state):
+        super().update(group, p, state)
+        state["scale"] = lambda value: value
+
+
+def cannot_be_sent():
+    torch._dynamo.reset()
+    rank, _ = rank_and_size()
+    model = Net()
+    optimizer = Keeps(model.parameters())
+    compiled(step, 3)(model, optimizer, *batch(0, rank))
+    with pytest.raises(RuntimeError, match="'up.weight'.* cannot be pickled|'square"):
+        optimizer.state_dict()
+
+
+def test_a_state_that_cannot_be_sent_is_an_error_on_all_ranks(ranks):
+    ranks(2).run(cannot_be_sent)
+
+
+class OfMatrices(OneByOne):
+    """Does with a vector what a shard could do."""
+
+    def update(self, group, p, state):
+        if p.dim() == 2:
+            p.sub_(p.grad / (1 + p.grad.norm()), alpha=group["lr"])
+        else:
+            p.sub_(p.grad, alpha=group["lr"])
+
+
+def test_what_trains_later_decides_too():
+    torch.manual_seed(0)
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    optimizer, its = OfMatrices(model.parameters()), OfMatrices(other.parameters())
+    for frozen in (True, False):
+        for one in (model, other):
+            for p in one.parameters():
+                p.requires_grad_(p.dim() == 1 or not frozen)
+        zero = compiled(step, 3)
+        assert zero(model, optimizer, *batch(0, 0)) == step(other, its, *batch(0, 0))
+
+
+def test_frozen_parameters_are_no_load():
+    frozen = [nn.Parameter(torch.ones(size), requires_grad=False) for size in (1000, 900)]
+    parameters = [nn.Parameter(torch.ones(10)) for _ in range(4)]
+    owners = owners_among(Lamb([*frozen, *parameters]), 2)
+    assert sorted(owners[p] for p in parameters) == [0, 0, 1, 1]
+
+
 def test_parameters_that_come_later_take_none_from_others():
     parameters = [nn.Parameter(torch.ones(size)) for size in (50, 30, 20, 10)]
     optimizer = Lamb(parameters)

@@ -10,6 +10,7 @@ from torch import fx
 from zerofx.cost.program import journeys, owned_bytes
 from zerofx.ir import ops
 from zerofx.ir.interface import recorded
+from zerofx.ir.mesh import NUMBERS_TOGETHER
 from zerofx.ir.offload import copies_activation, is_staged, staging_bytes
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, role, served
@@ -53,7 +54,7 @@ def wire_bytes(gm: fx.GraphModule, world_size: int, axis: str | None = None) -> 
             sent["num_collectives"] += 2 if times else 0
             if times and ops.argument(node, "own_step"):  # ranks compare their groups
                 sent["num_collectives"] += 1
-                sent["scalars"] += 8 * (shards - 1)
+                sent["scalars"] += 8 * NUMBERS_TOGETHER * (shards - 1)
             sent["exchanges"] += times * owned_bytes(node, shards) * (shards - 1) // shards
         of = ops.rules(node).traffic(node)
         if of and axis in (None, ops.argument(node, "axis")):

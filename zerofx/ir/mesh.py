@@ -9,6 +9,9 @@ from dataclasses import dataclass
 DATA = "data"
 """The one axis of ranks that are not arranged any further."""
 
+NUMBERS_TOGETHER = 64
+"""So many numbers of eight bytes, or a multiple, tell the other ranks what an own step has left."""
+
 EVERY_RANK = -1
 """In place of a shard's number: what each rank does for itself."""
 

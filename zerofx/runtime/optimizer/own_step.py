@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import zlib
+import weakref
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.trace.arguments import own_attributes
 from zerofx.codegen.trace.independence import check_independent
-from zerofx.codegen.trace.nested import leaves
+from zerofx.codegen.trace.nested import leaves, map_leaves
 from zerofx.runtime.optimizer.traces import TracedOptimizer
 
 _IDLE_SHAPE = (4, 4)
+_NUMBERS = (int, float)
 
 
 def shares_states(states: Mapping[Any, Mapping[str, Any]]) -> bool:
@@ -36,17 +38,29 @@ class WholeParameter(NamedTuple):
     gradient: Tensor
 
 
+class _Cast:
+    """What stands for parameters, by the user's, and for those of a group that has none here."""
+
+    def __init__(self) -> None:
+        self.stand_ins = WeakIdKeyDictionary()
+        self.idles: dict[int, tuple[nn.Parameter, dict[str, Any]]] = {}
+
+
+_CASTS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Cast] = weakref.WeakKeyDictionary()
+
+
 class OwnStep:
     """Runs an optimizer's step on some of its parameters, as if they were all that it has.
 
-    The stand-ins stay the same objects, so that a step may know them by their ``id``.  A group of
-    which this rank owns no parameter has an idle one: what counts the group's steps goes on.
+    The stand-ins stay the same objects in all programs, so that a step may know them by their
+    ``id``.  A group of which this rank owns no parameter has an idle one: what counts the group's
+    steps goes on.
     """
 
     def __init__(self, optimizer: TracedOptimizer) -> None:
         self._optimizer = optimizer
-        self._stand_ins: dict[int, nn.Parameter] = {}
-        self._idle: dict[int, tuple[nn.Parameter, dict[str, Any]]] = {}
+        self._cast: _Cast = _CASTS.setdefault(optimizer.live_optimizer(), _Cast())
+        self._gradients: dict[int, Tensor] = {}  # as they were, where they are read later
         self._count = 0
 
     def run(
@@ -77,8 +91,9 @@ class OwnStep:
         try:
             for number, group in enumerate(groups):
                 mine = [stand_ins[id(p)] for p in members[number] if id(p) in stand_ins]
-                if not mine and not updated.isdisjoint(map(id, members[number])):
-                    idle, state = self._idle_in(number, group)
+                elsewhere = [p for p in members[number] if id(p) in updated]
+                if elsewhere and not mine:
+                    idle, state = self._idle_in(number, elsewhere[0])
                     own[idle], mine = state, [idle]
                 group["params"] = mine
             optimizer.state = own
@@ -90,8 +105,9 @@ class OwnStep:
             for group, its in zip(groups, members, strict=True):
                 group["params"] = its
             for index in wholes:
-                if made := own.get(self._stand_ins[index]):
-                    states[users[index]] = made
+                states.pop(users[index], None)
+                if (stand_in := stand_ins[id(users[index])]) in own:
+                    states[users[index]] = own[stand_in]
             states.update((key, own[key]) for key in own if not isinstance(key, Tensor))
         if shares_states(states):
             raise UpdateError(
@@ -117,31 +133,44 @@ class OwnStep:
         ):
             check_independent(optimizer, state)
 
-    def floats(self) -> int:
-        """Return a checksum of the floats in groups and attributes, which ranks have alike.
-
-        Integers may count what a rank owns.
-        """
+    def numbers(self) -> list[tuple[int, int | float]]:
+        """Return the numbers in groups, by the group's, and floats in attributes, by -1."""
         optimizer = self._optimizer.live_optimizer()
-        values = [own_attributes(optimizer)]
-        values += [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        floats = [leaf for leaf in leaves(values) if isinstance(leaf, float)]
-        return zlib.crc32(repr(floats).encode())
+        found: list[tuple[int, int | float]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for key in sorted(group.keys() - {"params"}):
+                found += [(number, leaf) for leaf in leaves(group[key]) if type(leaf) in _NUMBERS]
+        attributes = leaves(own_attributes(optimizer))
+        return found + [(-1, leaf) for leaf in attributes if type(leaf) is float]
+
+    def take_numbers(self, number: int, values: Iterator[float]) -> None:
+        """Have these for a group's numbers, in the order of ``numbers``."""
+
+        def taken(leaf: Any) -> Any:
+            return type(leaf)(next(values)) if type(leaf) in _NUMBERS else leaf
+
+        group = self._optimizer.live_optimizer().param_groups[number]
+        for key in sorted(group.keys() - {"params"}):
+            if any(type(leaf) in _NUMBERS for leaf in leaves(group[key])):
+                group[key] = map_leaves(taken, group[key])
 
     def _stand_in(self, index: int, whole: WholeParameter) -> nn.Parameter:
-        user = self._optimizer.parameters[index].user()
-        stand_in = self._stand_ins.get(index)
-        if stand_in is None:
-            stand_in = self._stand_ins[index] = nn.Parameter(whole.value)
+        user, stand_ins = self._optimizer.parameters[index].user(), self._cast.stand_ins
+        if user not in stand_ins:
+            stand_ins[user] = nn.Parameter(whole.value)
+        stand_in = stand_ins[user]
         stand_in.data = whole.value
         stand_in.grad = whole.gradient
+        if index in self._optimizer.settings.gradients_read_later:
+            self._gradients[index] = whole.gradient.clone()
         vars(stand_in).update(vars(user))
         return stand_in
 
     def _taken(self, index: int, gradient: Tensor) -> Tensor:
         """Return a parameter's new value, and hold it no longer."""
-        parameter, stand_in = self._optimizer.parameters[index], self._stand_ins[index]
-        value, written = stand_in.data, gradient._version > 0
+        parameter = self._optimizer.parameters[index]
+        stand_in = self._cast.stand_ins[parameter.user()]
+        value, before = stand_in.data, self._gradients.pop(index, None)
         stand_in.data, stand_in.grad = value.new_empty(0), None
         vars(parameter.user()).update(vars(stand_in))
         if value.shape != parameter.info.shape or value.dtype != parameter.info.dtype:
@@ -150,19 +179,17 @@ class OwnStep:
                 f"{tuple(value.shape)} of parameter '{parameter.info.name}', which is "
                 f"{parameter.info.dtype} of shape {parameter.info.shape}."
             )
-        if written:
+        if before is not None and not torch.equal(before.nan_to_num(), gradient.nan_to_num()):
             self._optimizer.check_written_gradient(parameter)
         return value
 
-    def _idle_in(
-        self, number: int, group: Mapping[str, Any]
-    ) -> tuple[nn.Parameter, dict[str, Any]]:
+    def _idle_in(self, number: int, like: Tensor) -> tuple[nn.Parameter, dict[str, Any]]:
         """Return what a group has in place of parameters, and its state."""
-        if number not in self._idle:
-            like = group["params"][0]
+        idles = self._cast.idles
+        if number not in idles:
             numel = _IDLE_SHAPE[0] * _IDLE_SHAPE[1]
             values = torch.linspace(-1, 1, numel, dtype=like.dtype, device=like.device)
-            self._idle[number] = nn.Parameter(values.view(_IDLE_SHAPE)), {}
-        parameter, state = self._idle[number]
+            idles[number] = nn.Parameter(values.view(_IDLE_SHAPE)), {}
+        parameter, state = idles[number]
         parameter.grad = parameter.detach().clone()
         return parameter, state

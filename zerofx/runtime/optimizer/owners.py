@@ -50,14 +50,14 @@ _OWNERS = weakref.WeakKeyDictionary()
 def why_own_step(optimizer: Optimizer, parameters: Described, *, sharded: bool) -> str:
     """Return why an optimizer's own step is to run on whole parameters; "" if it is not.
 
-    It is if one parameter's first update cannot be traced, or not for shards (if ``sharded``), and
-    each parameter's is one by itself.  Muon has a way of its own.  The answer stays the same for
-    as long as the optimizer lives.
+    It is if an update, of these ``parameters`` or of the optimizer's others, cannot be traced, or
+    not for shards (if ``sharded``), and each parameter's is one by itself.  Muon has a way of its
+    own.  The answer stays the same for as long as the optimizer lives.
     """
     known = _REASONS.setdefault(optimizer, {})
     if sharded not in known:
         with compat.tensors.real_tensors():
-            known[sharded] = _why(optimizer, parameters, sharded)
+            known[sharded] = _why(optimizer, _with_others(optimizer, parameters), sharded)
         if known[sharded]:
             where = "each on one rank, with its states" if sharded else "on every rank"
             name = type(optimizer).__name__
@@ -89,6 +89,22 @@ def _why(optimizer: Optimizer, parameters: Described, sharded: bool) -> str:
     except UpdateError as error:
         return str(error).partition(": ")[0].partition(". ")[0]
     return ""
+
+
+def _with_others(optimizer: Optimizer, parameters: Described) -> Described:
+    """Return these and the optimizer's other parameters that may train some day."""
+    infos = {id(parameter): info for parameter, info in parameters}
+    found: list[tuple[nn.Parameter, ParameterInfo]] = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            bound = REGISTRY.lookup(p)
+            info = infos.get(id(p)) or (bound.info if bound is not None else None)
+            if info is None:
+                layout = (tuple(p.shape), p.stride(), p.dtype, p.device)
+                info = ParameterInfo(len(found), f"parameter {len(found)}", *layout, True, 1, 0)
+            if info.dtype.is_floating_point or info.dtype.is_complex:
+                found.append((p, info))
+    return found
 
 
 def _one_of_each_group(optimizer: Optimizer, parameters: Described) -> Iterator[tuple[int, int]]:
@@ -145,10 +161,11 @@ def owners_among(optimizer: Optimizer, num_shards: int) -> Mapping[torch.Tensor,
     new = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter in owners:
-                loads[owners[parameter]] += parameter.numel()
-            else:
+            if parameter not in owners:
                 new.append(parameter)
-    found, _ = balanced([parameter.numel() for parameter in new], num_shards, loads)
+            elif parameter.requires_grad:
+                loads[owners[parameter]] += parameter.numel()
+    work = [parameter.numel() * parameter.requires_grad for parameter in new]
+    found, _ = balanced(work, num_shards, loads)
     owners.update(zip(new, found, strict=True))
     return owners

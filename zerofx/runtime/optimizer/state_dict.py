@@ -253,13 +253,21 @@ def _from_owner(state: dict[str, Any], owner: int, bound: ParameterState) -> dic
     if communicator.world_size == 1:
         return state
     mine = owner == bound.communicator.mesh.shard
-    data = io.BytesIO()
-    if mine:
-        torch.save(state, data)
+    data, problem = io.BytesIO(), ""
+    try:
+        torch.save(state if mine else {}, data)
+    except Exception as error:
+        problem = f": {error}"
     with ordinary_tensors():
-        size = torch.tensor([data.tell()], device=device)
+        size = torch.tensor([-1 if problem else data.tell()], device=device)
         source = bound.communicator.mesh.rank_of(owner)
         communicator.broadcast(size, source)
+        if int(size) < 0:
+            raise RuntimeError(
+                f"the state of parameter {bound.name!r}, which one rank has, cannot be pickled to "
+                f"be sent to the others{problem}. Keep tensors, numbers and objects of classes "
+                "that can be imported there."
+            )
         sent = torch.empty(int(size), dtype=torch.uint8, device=device)
         if mine:
             sent.copy_(torch.frombuffer(data.getbuffer(), dtype=torch.uint8))

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.whole_tensors import DividedUpdate, divide
 from zerofx.codegen.trace.trace import Update
-from zerofx.ir.mesh import EVERY_RANK
+from zerofx.ir.mesh import EVERY_RANK, NUMBERS_TOGETHER
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.memory.flat import in_storage_order, whole_from_flat
@@ -219,22 +219,45 @@ class OwnedUpdates:
         wholes = {parameters[i]: WholeParameter(found[i], found[count + i]) for i in mine}
         del found
         made = self._own_step.run(wholes, parameters)
-        self._check_alike(communicator)
+        self._make_alike(parameters, owners, communicator)
         results = {place: made[parameters[place]] for place in mine}
         dtypes, lengths = [one.dtype for one in data], list(map(len, data))
         return scatter_from_owners(results, infos, owners, dtypes, lengths, communicator)
 
-    def _check_alike(self, communicator: Communicator) -> None:
-        """Refuse a step that has left other numbers in its groups on one rank than on another."""
+    def _make_alike(
+        self, parameters: Sequence[int], owners: Sequence[int], communicator: Communicator
+    ) -> None:
+        """Compare the numbers that owners have in their groups; take them where nothing is owned.
+
+        Raises: UpdateError for floats that differ.  Integers may count what a rank owns.
+        """
+        own = self._own_step.numbers()
+        numel = -(-max(len(own), 1) // NUMBERS_TOGETHER) * NUMBERS_TOGETHER
         device = next(iter(self._optimizer.parameters.values())).info.device
-        own = torch.tensor([self._own_step.floats()], device=device)
-        if len(set(communicator.gather_whole(own).tolist())) > 1:
-            raise UpdateError(
-                f"{self._optimizer.name}.step has left numbers in its parameter groups or "
-                "attributes that differ between ranks, each of which updates the parameters that "
-                "it owns: an update depends on other parameters. zerofx updates parameters one by "
-                "one. Use an optimizer whose step treats each parameter by itself."
-            )
+        sent = torch.zeros(numel, dtype=torch.float64, device=device)
+        sent[: len(own)] = torch.tensor([value for _, value in own], dtype=torch.float64)
+        of_all = communicator.gather_whole(sent).view(-1, numel)[:, : len(own)].tolist()
+        of_group: dict[int, list[int]] = {-1: list(range(len(of_all)))}
+        users = {
+            id(self._optimizer.parameters[i].user()): o
+            for i, o in zip(parameters, owners, strict=True)
+        }
+        for number, group in enumerate(self._optimizer.live_optimizer().param_groups):
+            of_group[number] = sorted({users[id(p)] for p in group["params"] if id(p) in users})
+        for place, (number, value) in enumerate(own):
+            found = {repr(of_all[owner][place]) for owner in of_group[number]}
+            if type(value) is float and len(found) > 1:
+                raise UpdateError(
+                    f"{self._optimizer.name}.step has left numbers in its parameter groups or "
+                    "attributes that differ between ranks, each of which updates the parameters "
+                    "that it owns: an update depends on other parameters. zerofx updates "
+                    "parameters one by one. Use an optimizer whose step treats each parameter by "
+                    "itself."
+                )
+        for number, its in of_group.items():
+            if number >= 0 and its and communicator.mesh.shard not in its:
+                places = [place for place, (of, _) in enumerate(own) if of == number]
+                self._own_step.take_numbers(number, iter(of_all[its[0]][p] for p in places))
 
     def _first_part(self, data: Tensor, grad: Tensor, parameter: int) -> _BegunUpdate:
         """Run the part of an update that comes before what needs the parameter whole."""
