@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerofx import compat
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.trace.shadow import own_copy, shadow_of
 
@@ -97,7 +97,7 @@ def _train(
     return {member: parameter.detach() for member, parameter in parameters.items()}
 
 
-class _Alone(TorchDispatchMode):
+class _Alone(compat.scalars.DispatchMode):
     """Lets a step send nothing: ranks would not do so alike."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
