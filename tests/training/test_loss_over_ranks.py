@@ -560,7 +560,7 @@ def accumulate(loss_of, updates: bool):
     return model
 
 
-@pytest.mark.slow(reason="two programs with a loss over all ranks, one of which is refused")
+@pytest.mark.slow(reason="three programs with a loss over all ranks, one of which is refused")
 @pytest.mark.parametrize("updates", (False, True))
 def test_gradients_of_several_calls_need_a_count_of_them_all(updates):
     with pytest.raises(StepError, match="gradients of several calls are added up"):
@@ -575,7 +575,7 @@ def test_a_count_is_given_in_one_way():
         accumulate(given_both_ways, updates=True)
 
 
-@pytest.mark.slow(reason="two programs with a loss over all ranks")
+@pytest.mark.slow(reason="a program with a loss over all ranks, beside plain torch")
 def test_gradients_that_are_set_to_zeros_are_of_one_call():
     torch.manual_seed(7)
     model = Model()

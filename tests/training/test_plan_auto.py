@@ -260,7 +260,7 @@ def planned(limit, **options):
     return zerofx.plan(plain, given, ranks=2, options=options, memory_limit=limit)
 
 
-@pytest.mark.slow(reason="a plan for each of several limits")
+@pytest.mark.slow(reason="every stage is planned, and the greedy choice")
 def test_it_is_never_predicted_slower_than_the_greedy_choice():
     choice = planned(17_500_000).choice  # stage 3 alone fits, and has room
     options = choice.options
