@@ -575,7 +575,7 @@ def test_a_count_is_given_in_one_way():
         accumulate(given_both_ways, updates=True)
 
 
-@pytest.mark.slow(reason="a program with a loss over all ranks, beside plain torch")
+@pytest.mark.slow(reason="a program with a loss over all ranks")
 def test_gradients_that_are_set_to_zeros_are_of_one_call():
     torch.manual_seed(7)
     model = Model()
