@@ -523,6 +523,7 @@ RIGHT |= {given.__name__: given for given in GIVEN}
 BY_RANK = {"balanced_by_rank": balanced_by_rank}
 
 
+@pytest.mark.slow(reason="a program of two ranks for each way to give a count")
 @pytest.mark.parametrize("form", [given.__name__ for given in GIVEN])
 def test_a_count_that_the_user_gives(ranks, form):  # noqa: F811
     for found in ranks(2).run(train_on_rank, form, {"stage": 1}, 1, False, False, 1):

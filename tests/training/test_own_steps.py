@@ -220,6 +220,7 @@ def test_alone_it_is_bitwise_plain_torch(name, stage):
     trains_like_eager(name, stage)
 
 
+@pytest.mark.slow(reason="a program of two ranks, beside plain torch with both batches")
 @pytest.mark.parametrize(
     ("world_size", "stage"), only(((2, 3),), [(2, 0), (2, 1), (2, 3), (3, 2), (3, 3)])
 )
@@ -229,6 +230,7 @@ def test_ranks_are_bitwise_plain_torch(ranks, world_size, name, stage):
     assert stage == 0 or (sum(held) == 6 and min(held) >= 1)
 
 
+@pytest.mark.slow(reason="two ranks train, and torch's own step is tried for independence")
 def test_torchs_adafactor_trains_on_ranks(ranks):
     ranks(2).run(adafactor)
 
@@ -330,6 +332,7 @@ def hands_over():
     assert found == eager_losses(*expected, range(6))
 
 
+@pytest.mark.slow(reason="two ranks train, hand over, and train again")
 def test_state_dicts_are_whole_and_fit_plain_torch(ranks):
     ranks(2).run(hands_over)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn, optim
 
 from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.optimizer import traces
 from zerofx.runtime.optimizer.setup import UpdateSettings
@@ -166,7 +167,10 @@ def shard(tensor, info, rank):
 
 
 def bound(p, info, rank):
-    communicator = types.SimpleNamespace(rank=rank, world_size=info.world_size, group=None)
+    mesh = Mesh.flat(info.world_size, rank)
+    communicator = types.SimpleNamespace(
+        rank=rank, world_size=info.world_size, group=None, mesh=mesh
+    )
     return ParameterState(weakref.ref(p), info, 1, communicator, type(p), HostMemory())
 
 
