@@ -92,7 +92,8 @@ def _train(
                 parameter.grad = torch.randn(_SHAPE, generator=generator)
                 if place not in (None, number):
                     parameter.grad *= scale
-            with torch.enable_grad(), _Alone():
+            eager = torch.compiler.set_stance("force_eager")  # nothing compiles under a mode
+            with torch.enable_grad(), eager, _Alone():
                 type(shadow).step(shadow)
     return {member: parameter.detach() for member, parameter in parameters.items()}
 

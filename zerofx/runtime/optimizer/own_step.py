@@ -109,7 +109,7 @@ class OwnStep:
                 if (stand_in := stand_ins[id(users[index])]) in own:
                     states[users[index]] = own[stand_in]
             states.update((key, own[key]) for key in own if not isinstance(key, Tensor))
-        if shares_states(states):
+        if len(wholes) < len(parameters) and shares_states(states):
             raise UpdateError(
                 f"{self._optimizer.name}.step has one tensor in the states of several parameters: "
                 "each parameter's are on the rank that owns it. Give each its own."
