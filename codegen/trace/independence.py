@@ -52,6 +52,8 @@ def check_independent(
             ).items()
             if member[1] == place
         )
+    except UpdateError:
+        raise
     except Exception:
         return False
     if differ:
@@ -93,7 +95,7 @@ def _train(
                 if place not in (None, number):
                     parameter.grad *= scale
             eager = torch.compiler.set_stance("force_eager")  # nothing compiles under a mode
-            with torch.enable_grad(), eager, _Alone():
+            with torch.enable_grad(), eager, _Alone(type(optimizer).__name__):
                 type(shadow).step(shadow)
     return {member: parameter.detach() for member, parameter in parameters.items()}
 
@@ -101,9 +103,17 @@ def _train(
 class _Alone(compat.scalars.DispatchMode):
     """Lets a step send nothing: ranks would not do so alike."""
 
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            raise RuntimeError(f"the step sends tensors to other ranks: {func}")
+            raise UpdateError(
+                f"{self._optimizer}.step sends tensors to other ranks itself, by `{func}`, and "
+                "zerofx updates parameters one at a time, each on one rank. Use a form of it "
+                "for a single device."
+            )
         return func(*args, **(kwargs or {}))
 
 

@@ -33,14 +33,10 @@ def owned_parameters(graph: fx.Graph) -> dict[int, frozenset[int]]:
     return owned
 
 
-def owners_of_own_steps(graph: fx.Graph) -> dict[int, dict[int, int]]:
-    """By optimizer whose own step runs, the owners of the parameters that it updates."""
-    found: dict[int, dict[int, int]] = {}
-    for node in graph.nodes:
-        if node.target is ops.on_owners and ops.argument(node, "own_step"):
-            optimizer, parameters, owners = node.args[2:5]
-            found.setdefault(optimizer, {}).update(zip(parameters, owners, strict=True))
-    return found
+def taking_own_steps(graph: fx.Graph) -> set[int]:
+    """Return the optimizers whose own step runs."""
+    found = graph.find_nodes(op="call_function", target=ops.on_owners)
+    return {node.args[2] for node in found if ops.argument(node, "own_step")}
 
 
 def shards_changed_by_user(graph: fx.Graph) -> set[int]:

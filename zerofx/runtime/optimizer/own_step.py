@@ -39,7 +39,7 @@ class WholeParameter(NamedTuple):
 
 
 class _Cast:
-    """What stands for parameters, by the user's, and for those of a group that has none here."""
+    """Holds what stands for each of the user's parameters, and for a group that has none here."""
 
     def __init__(self) -> None:
         self.stand_ins = WeakIdKeyDictionary()

@@ -35,8 +35,8 @@ class UpdateSettings:
     Data, gradients and states are this rank's flat shards if ``sharded``; ``rank`` is named in
     errors.  ``gradients_read_later`` are the parameters whose gradient something reads after the
     update.  ``keep_source`` is given the kernels that are generated.  ``precision`` is what states
-    are kept in.  ``owned`` are the parameters whose update may need them whole; if the optimizer's
-    own step updates them, ``owners`` has whose they are.  Those ``on_host``
+    are kept in.  ``owned`` are the parameters whose update may need them whole: the
+    optimizer's own step, if it is to take its ``own_step``.  Those ``on_host``
     are updated on CPU tensors, and their states are kept in host memory.  Those that are not
     sharded may be ``seen_flat`` by updates that run together, as shards are.
     """
@@ -47,7 +47,7 @@ class UpdateSettings:
     keep_source: Keep | None = None
     precision: Precision = Precision()
     owned: Collection[int] = ()
-    owners: Mapping[int, int] | None = None
+    own_step: bool = False
     on_host: Collection[int] = ()
     seen_flat: bool = False
 

@@ -15,7 +15,7 @@ from zerofx.ir.effects import (
     gradients_read_after_update,
     groups_on_host,
     owned_parameters,
-    owners_of_own_steps,
+    taking_own_steps,
 )
 from zerofx.ir.graph import updates
 from zerofx.runtime.comm.communication import Communicator
@@ -48,7 +48,7 @@ class OptimizerSteps:
         self.communicator = communicator
         parameters = {info.index: (trained.tensors[info.index], info) for info in trained.table}
         read_later, owned = gradients_read_after_update(graph), owned_parameters(graph)
-        owners = owners_of_own_steps(graph)
+        own_steps = taking_own_steps(graph)
         on_host: dict[int, set[int]] = defaultdict(set)
         for handle, together in groups_on_host(graph):
             on_host[handle].update(together)
@@ -63,7 +63,7 @@ class OptimizerSteps:
                     keep_source=keep_source,
                     precision=Precision.of(setup.options),
                     owned=owned.get(handle, ()),
-                    owners=owners.get(handle),
+                    own_step=handle in own_steps,
                     on_host=on_host[handle],
                     seen_flat=setup.options.stage == 0 and setup.joins_updates,
                 ),

@@ -138,7 +138,7 @@ class OptimizerRunner(TracedOptimizer):
                 self.owned.check_precision(parameter.info)
             if not optimizer.state.get(parameter.user()):
                 new.append(parameter.index)
-        if self.settings.owners is None:
+        if not self.settings.own_step:
             self.trace_first(new)
 
     def trace_first(self, parameters: Iterable[int], state: Arguments | None = None) -> None:

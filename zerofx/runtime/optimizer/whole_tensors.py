@@ -174,7 +174,7 @@ class OwnedUpdates:
 
         Shapes: flat ``[n]`` of each parameter's shard, in and out.
         """
-        if self._optimizer.settings.owners is not None:
+        if self._optimizer.settings.own_step:
             results = self._by_own_step(data, grads, parameters, owners, communicator)
             self._begun.update(dict.fromkeys(parameters))
             return results
