@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -15,6 +18,7 @@ from transformers import (
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainers import (
     arguments,
+    as_torchrun,
     built,
     check,
     of_experts,
@@ -23,6 +27,9 @@ from tests.kit.trainers import (
     train_on_rank,
 )
 from zerofx.integrations.transformers import ZeroTrainer
+from zerofx.runtime.memory.pages import return_freed_memory
+
+MIB = 2**20
 
 
 def check_saved(folder, model):
@@ -91,6 +98,46 @@ def test_a_checkpoint_of_two_ranks_is_resumed_on_others(num_ranks, ranks, tmp_pa
     settings = str(tmp_path / "others"), apart, None, checkpoint
     resumed, _ = ranks(num_ranks).run(train_on_rank, *settings, timeout_s=300)[0]
     check(resumed, whole)
+
+
+def resident(name):
+    """Return this process's resident bytes: now, ``VmRSS``, or at the most, ``VmHWM``."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) * 1024
+
+
+def more_memory_while(save):
+    return_freed_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = resident("VmRSS")
+    save()
+    return resident("VmHWM") - before
+
+
+def save_a_wide_model(folder):
+    """Return the model's bytes, and those that saving takes more: weights alone, and everything."""
+    wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4}
+    with as_torchrun():
+        trainer = ZeroTrainer(
+            built(**wide),
+            arguments(folder, max_steps=1, per_device_train_batch_size=1),
+            train_dataset=rows(),
+            zero={"lowering": "eager", "stage": 3},
+        )
+        trainer.train()
+        nbytes = sum(parameter.nbytes for parameter in trainer.model.parameters())
+        weights = more_memory_while(trainer.save_model)
+        everything = more_memory_while(lambda: trainer._save_checkpoint(trainer.model, None))
+        return nbytes, weights, everything
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_saving_takes_a_shard_more_at_most(ranks, tmp_path):  # noqa: F811
+    """Of AdamW's states, twice as large as the shard, too; a file's mapped pages are counted."""
+    for nbytes, *more in ranks(2).run(save_a_wide_model, str(tmp_path), timeout_s=600):
+        assert nbytes > 800 * MIB, "a rank that has all of it would be noticed"
+        assert max(more) < nbytes / 2 + 256 * MIB
 
 
 @pytest.mark.nightly
