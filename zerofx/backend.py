@@ -34,7 +34,7 @@ from zerofx.compiler.best import Choice, Search, agreed
 from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.forecast import Ranks
 from zerofx.compiler.program import Program
-from zerofx.compiler.progress import counted
+from zerofx.compiler.progress import FirstCall
 from zerofx.compiler.rewrite import Rewritten
 from zerofx.deferred.block import leave_block
 from zerofx.errors import GraphError, StepError
@@ -123,8 +123,7 @@ class CompiledFunction:
         self.choice: Choice | None = None  # what plan="auto" has come to
         self.starting: dict[int, AtOnce] = {}  # by the program's digest
         self.record: Record | None = None  # of these
-        self.seconds: dict[str, float] = {}  # of the first call that is under way, by parts
-        self.called_s = 0.0
+        self.first_call = FirstCall(0.0)  # or the last call that has compiled
         self.copies = Copies(REGISTRY.host)
         self.delayed = DelayedUpdates()
         self.turns = Turns()
@@ -151,7 +150,13 @@ class CompiledFunction:
                 "averaging gradients. Call it outside of that; zerofx.explain(step) counts what "
                 "a step does."
             )
-        self.called_s = time.perf_counter()
+        called_s = time.perf_counter()
+
+        def begins() -> None:
+            self.first_call.end()  # its step, as it runs, calls what is compiled too
+            self.first_call = FirstCall(called_s)
+            self.first_call.show()
+
         if self.options is None or self.options.may_lack_data:
             arguments = compat.dynamo.arguments_of_call()
             self.calling_with = arguments and copied_containers(arguments)
@@ -166,12 +171,15 @@ class CompiledFunction:
             REGISTRY.while_idle(self.backend.forget_dropped)
         REGISTRY.enter_call()
         try:
-            with compat.tracing.whole_step_tracing(self.backend, substitutes.SUBSTITUTES, wrappers):
+            with compat.tracing.whole_step_tracing(
+                self.backend, substitutes.SUBSTITUTES, wrappers, begins
+            ):
                 yield
             # Dynamo leaves a context as if nothing had been raised, whatever has.
             if not self.backend.active.has_run and sys.exc_info()[1] is handled:
                 raise StepError(RAN_EAGERLY)
         finally:
+            self.first_call.end()
             REGISTRY.exit_call()
             self.backend.active.function = previous
             compat.dynamo.explain_refusal(
@@ -213,10 +221,10 @@ class CompiledFunction:
         """Compile one graph that Dynamo has traced from this function."""
         if self.backend.stop is not None:
             return self._capture_alone(gm, inputs, self.backend.stop)
-        self.seconds = {"Dynamo": time.perf_counter() - self.called_s}
         devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
         device = max(devices, key=is_accelerator, default=torch.device("cpu"))
         self._first_compilation(device)
+        self.first_call.name = self.name
         try:
             communicator = self.communicator
             assert self.options is not None, "read at the first compilation"
@@ -225,12 +233,12 @@ class CompiledFunction:
             else:
                 refuse_reads_of_states(gm, inputs, self.options.stage)
             if self.choice is None:
-                with counted(self.seconds, "measuring"):
+                with self.first_call.part("measuring"):
                     self.figures = self._figures(device)
             capture = StepCapture(gm, inputs, communicator.mesh, self.options)
             code = compat.dynamo.code_being_compiled()
             self._refuse_runaway(code, {id(tensor) for tensor in capture.tensors})
-            with counted(self.seconds, "AOTAutograd"):
+            with self.first_call.part("AOTAutograd"):
                 compiled = capture.lower(self._run_passes, self._is_kept())
             self.programs[-1].given(code, compiled)
             weakref.finalize(compiled, self.backend.dropped.add, code).atexit = False
@@ -347,9 +355,9 @@ class CompiledFunction:
 
     def _run_passes(self, step: CapturedStep) -> Callable:
         if self.is_to_choose:
-            with counted(self.seconds, "choosing"):
+            with self.first_call.part("choosing"):
                 step = self._choose(step)
-        with counted(self.seconds, "passes"):
+        with self.first_call.part("passes"):
             program = Program(self, step)
         self.num_programs += 1
         self.programs = [*(known for known in self.programs if known.is_in_use), program]

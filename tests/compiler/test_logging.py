@@ -1,17 +1,20 @@
-"""What a step says while it compiles: nothing, or a line if asked, or a bar on a terminal."""
+"""What a step says while it compiles: nothing, or a line in the log or on a terminal."""
 
 import io
 import logging
 import operator
 import re
-import sys
+import threading
+import time
+import types
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
-from tests.kit.covering import first
-from zerofx.compiler import progress as bars
+from zerofx.compiler import progress
+from zerofx.compiler.progress import CLEAR_LINE
 from zerofx.lower.regions import CompiledRegion
 
 
@@ -62,18 +65,35 @@ def test_the_first_compilation_of_a_function_is_one_line(caplog):
 
 
 class Terminal(io.StringIO):
+    """A terminal that shows one line."""
+
     def isatty(self):
         return True
+
+    @property
+    def line(self):
+        """What can be read there now."""
+        return self.getvalue().rpartition(CLEAR_LINE)[2]
+
+    @property
+    def lines(self):
+        return self.getvalue().split(CLEAR_LINE)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """One on which a call need not take long to be shown."""
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    monkeypatch.setattr(progress, "PERIOD_S", 0.01)
+    stream = Terminal()
+    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=stream))
+    return stream
 
 
 @pytest.fixture
 def program(monkeypatch):
-    """A program of two regions, equal to nothing compiled, whose bar needs no long compilation."""
-    monkeypatch.setattr(bars, "DELAY_S", 0.0)
+    """A program of two regions, equal to nothing compiled."""
     monkeypatch.setattr(CompiledRegion, "_known", {})
-    monkeypatch.setattr(
-        "zerofx.compat.inductor.compile_with_inductor", lambda gm, inputs, donated: gm.forward
-    )
     regions = []
     for function in (torch.ops.aten.sin.default, torch.ops.aten.cos.default):
         graph = fx.Graph()
@@ -84,40 +104,79 @@ def program(monkeypatch):
     return nn.Sequential(*regions)
 
 
-@pytest.mark.parametrize(("rank", "terminal"), first(1, ((0, True), (1, True), (0, False))))
-def test_a_terminal_shows_how_many_regions_are_compiled_on_rank_0(
-    rank, terminal, program, monkeypatch
+def compiling(monkeypatch, does):
+    def compile_region(gm, inputs, donated):
+        does()
+        return gm.forward
+
+    monkeypatch.setattr("zerofx.compat.inductor.compile_with_inductor", compile_region)
+
+
+def wait_for(text, terminal):
+    """Wait until a terminal shows a text."""
+    until = time.monotonic() + 30
+    while text not in terminal.line:
+        assert time.monotonic() < until, terminal.lines[-3:]
+        time.sleep(0.001)
+
+
+def test_a_terminal_shows_what_a_call_is_doing_and_how_many_regions_are_compiled(
+    terminal, program, monkeypatch
 ):
-    monkeypatch.setattr(sys, "stderr", stream := Terminal() if terminal else io.StringIO())
-    bars.compile_with_bar(program, "step0", rank)
-    if rank == 0 and terminal:
-        assert "zerofx compiles step0" in stream.getvalue() and "/2 " in stream.getvalue()
-    else:
-        assert stream.getvalue() == ""
+    call = progress.FirstCall(time.perf_counter())
+    call.show()
+    wait_for("zerofx compiles a step: Dynamo 0 s", terminal)
+    call.name = "step0"
+    with call.part("AOTAutograd"):
+        wait_for("zerofx compiles step0: AOTAutograd 0 s (Dynamo 0)", terminal)
+        with call.part("passes"):
+            wait_for("step0: passes 0 s (Dynamo 0, AOTAutograd 0)", terminal)
+        wait_for("step0: AOTAutograd 0 s (Dynamo 0, passes 0)", terminal)
+    ready = iter(("(0 of 2)", "(1 of 2)"))
+    compiling(monkeypatch, lambda: wait_for(f"compiling regions {next(ready)} 0 s", terminal))
+    call.compile_regions(program)
     assert all(len(region.compiled) == 1 for region in program)
+    with call.part("running"):
+        wait_for("step0: running 0 s (Dynamo 0, ", terminal)
+    call.end()
+    assert terminal.line == ""
 
 
-def test_a_bar_is_gone_after_a_compilation_that_ends_early_and_after_what_is_quick(
-    program, monkeypatch
-):
-    def interrupted(*_):
+def test_a_step_shows_its_first_call_and_leaves_nothing_on_the_terminal(terminal):
+    train(batches=((2, 4), (2, 4)))
+    shown = "".join(terminal.lines)
+    assert "zerofx compiles a step: Dynamo" in shown and "zerofx compiles step" in shown
+    assert terminal.line == "" and not any(
+        thread.name.startswith("zerofx compiles") for thread in threading.enumerate()
+    )
+
+
+def test_the_line_is_gone_after_a_compilation_that_ends_early(terminal, program, monkeypatch):
+    def interrupted():
+        wait_for("compiling regions (0 of 2)", terminal)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("zerofx.compat.inductor.compile_with_inductor", interrupted)
-        bars.compile_with_bar(program, "step0", 0)
-    assert "zerofx compiles step0" in stream.getvalue()
-    assert stream.getvalue().rsplit("\r", 1)[-1].strip() == ""
-    monkeypatch.setattr(bars, "DELAY_S", 1000.0)
-    monkeypatch.setattr(sys, "stderr", quick := Terminal())
-    bars.compile_with_bar(program, "step0", 0)
-    assert "zerofx" not in quick.getvalue()
+    compiling(monkeypatch, interrupted)
+    call = progress.FirstCall(time.perf_counter())
+    call.show()
+    with pytest.raises(KeyboardInterrupt):
+        call.compile_regions(program)
+    call.end()
+    assert terminal.line == "" and "(0 of 2)" in "".join(terminal.lines)
 
 
-@pytest.mark.nightly
-def test_without_tqdm_there_is_no_bar(program, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    bars.compile_with_bar(program, "step0", 0)
-    assert stream.getvalue() == "" and all(region.compiled for region in program)
+@pytest.mark.parametrize("why", ("another rank", "no terminal", "it is quick"))
+def test_nothing_is_shown(why, terminal, monkeypatch):
+    if why == "another rank":
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    elif why == "no terminal":
+        monkeypatch.setattr(Terminal, "isatty", lambda self: False)
+    else:
+        monkeypatch.setattr(progress, "DELAY_S", 1000.0)
+    call = progress.FirstCall(time.perf_counter())
+    call.show()
+    with call.part("passes"):
+        time.sleep(0.05)
+    call.end()
+    assert terminal.getvalue() == ""

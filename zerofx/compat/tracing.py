@@ -74,7 +74,10 @@ Patch = contextlib.AbstractContextManager[Any]
 
 @contextlib.contextmanager
 def whole_step_tracing(
-    backend: Any, substitutes: Substitutes, met: Callable[..., Any] = lambda value, *_: value
+    backend: Any,
+    substitutes: Substitutes,
+    met: Callable[..., Any] = lambda value, *_: value,
+    begins: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Make Dynamo hand over forward, backward and update as one graph, for ``backend`` only.
 
@@ -84,7 +87,7 @@ def whole_step_tracing(
     break is an error.  Everything is put back when a compilation ends, so that other backends see
     torch as it is.  ``met`` is called with modules that are called and the names of arguments, and
     returns the modules to call in their place; and with optimizers whose own methods are traced.
-    What it raises goes to the user.
+    What it raises goes to the user.  ``begins`` is called when a compilation begins.
     """
     handler = torch._dynamo.callback.callback_handler
     undo: list[contextlib.ExitStack] = []
@@ -94,6 +97,7 @@ def whole_step_tracing(
     def on_start(_args: Any) -> None:
         if threading.get_ident() != thread:
             return  # another thread's compilation, of a function that may not be ours
+        begins()
         stack = contextlib.ExitStack()
         stack.enter_context(
             torch._dynamo.config.patch(

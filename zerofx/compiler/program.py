@@ -16,7 +16,6 @@ from zerofx.capture import substitutes
 from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import context_of
-from zerofx.compiler.progress import compile_with_bar, counted
 from zerofx.compiler.rewrite import described_optimizers, rewrite
 from zerofx.errors import StepError
 from zerofx.hardware import Hardware
@@ -66,7 +65,7 @@ class Program:
                     "or after the call."
                 )
         self.function = function
-        self.seconds = function.seconds  # of its first call, by parts
+        self.first_call = function.first_call
         self.number = function.num_programs
         self.parameters = {id(tensor) for tensor in step.tensors}
         self.optimizers = step.optimizers
@@ -186,8 +185,7 @@ class Program:
         runtime.program = lower(self.lowered.gm, runtime.kernels())
         self.at_once = self.function.at_once(self.rewritten, runtime.communicates)
         if self.at_once is None or self.at_once.step:  # another program has begun
-            with counted(self.seconds, "compiling regions"):
-                compile_with_bar(runtime.program, self.function.name, communicator.rank)
+            self.first_call.compile_regions(runtime.program)
         else:
             self.at_once.add(runtime.program)
         level = logging.INFO if self.number == 0 else logging.DEBUG
@@ -214,10 +212,10 @@ class Program:
             self.function.called()
             return results
         # Updates are traced as they will be in later calls.
-        with compat.tensors.without_dispatch_modes(), counted(self.seconds, "taking charge"):
+        with compat.tensors.without_dispatch_modes(), self.first_call.part("taking charge"):
             self.runtime = self._make_ready()
         return_freed_memory()
-        with counted(self.seconds, "running"):
+        with self.first_call.part("running"):
             results = self._run(self.runtime, inputs)
         self.function.called()
         return_freed_memory()

@@ -1,49 +1,101 @@
-"""Counts the seconds of a first call by its parts, and shows a bar while regions compile."""
+"""Counts the seconds of a first call by its parts, and says on a terminal how far it is."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from typing import TextIO
 
+import torch.distributed as dist
 from torch import nn
 
 from zerofx.lower import regions
 
 DELAY_S = 3.0
-"""The time after which a bar is shown."""
+"""The time after which a line is shown."""
+
+PERIOD_S = 0.5
+"""The time after which it is written anew."""
+
+CLEAR_LINE = "\r\x1b[K"
 
 
-@contextlib.contextmanager
-def counted(seconds: dict[str, float], part: str) -> Iterator[None]:
-    """Count the seconds in here for a part of a first call, and for no part around it."""
-    begun_s, before_s = time.perf_counter(), sum(seconds.values())
-    try:
-        yield
-    finally:
-        within_s = sum(seconds.values()) - before_s
-        seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - begun_s - within_s
+class FirstCall:
+    """Counts the seconds of a call that compiles, by its parts; what is in none is Dynamo's.
 
-
-def compile_with_bar(program: nn.Module, name: str, rank: int) -> None:
-    """Compile a program's regions, and show how many are ready.
-
-    Rank 0 alone shows it, on a terminal alone, and if tqdm is installed: it is an extra.
+    On a terminal, rank 0 shows them in one line, which is gone when the call ends.
     """
-    compiled = regions.compile_regions(program)
-    if rank == 0 and sys.stderr is not None and sys.stderr.isatty():
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
 
-            compiled = tqdm(
-                compiled,
-                total=len(regions.to_compile(program)),
-                desc=f"zerofx compiles {name}",
-                unit="region",
-                delay=DELAY_S,
-                leave=False,
-                file=sys.stderr,
+    def __init__(self, begun_s: float) -> None:
+        self.name = "a step"  # until it is known
+        self.seconds = {"Dynamo": 0.0}
+        self._begun_s = self._counted_s = begun_s
+        self._under_way = ["Dynamo"]  # and what is within it
+        self._done = ""  # how far the innermost is
+        self._has_ended = threading.Event()
+        self._line: threading.Thread | None = None
+
+    def show(self) -> None:
+        """Show the line once it takes long, on rank 0 if standard error is a terminal."""
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        if rank == 0 and sys.stderr is not None and sys.stderr.isatty():
+            self._line = threading.Thread(
+                target=self._write, args=(sys.stderr,), name="zerofx compiles", daemon=True
             )
-    for _ in compiled:
-        pass
+            self._line.start()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the seconds in here for a part, and for no part around it."""
+        self._count()
+        self._under_way.append(name)
+        self.seconds.setdefault(name, 0.0)
+        try:
+            yield
+        finally:
+            self._count()
+            self._under_way.pop()
+
+    def compile_regions(self, program: nn.Module) -> None:
+        """Compile a program's regions, and say how many are ready."""
+        total = len(regions.to_compile(program))
+        with self.part("compiling regions"):
+            self._done = f" (0 of {total})"
+            try:
+                for number, _ in enumerate(regions.compile_regions(program), 1):
+                    self._done = f" ({number} of {total})"
+            finally:
+                self._done = ""
+
+    def end(self) -> None:
+        """Take the line away, if it is there."""
+        self._has_ended.set()
+        if self._line is not None:
+            self._line.join()
+
+    def _count(self) -> None:
+        now_s = time.perf_counter()
+        self.seconds[self._under_way[-1]] += now_s - self._counted_s
+        self._counted_s = now_s
+
+    def _words(self) -> str:
+        now, seconds = self._under_way[-1], dict(self.seconds)
+        seconds[now] += time.perf_counter() - self._counted_s
+        before = [f"{part} {taken:.0f}" for part, taken in seconds.items() if part != now]
+        so_far = f" ({', '.join(before)})" if before else ""
+        return f"zerofx compiles {self.name}: {now}{self._done} {seconds[now]:.0f} s{so_far}"
+
+    def _write(self, terminal: TextIO) -> None:
+        wait_s = self._begun_s + DELAY_S - time.perf_counter()
+        if self._has_ended.wait(max(wait_s, 0.0)):
+            return
+        while True:
+            width = shutil.get_terminal_size().columns - 1  # a longer one would begin another line
+            print(f"{CLEAR_LINE}{self._words()[:width]}", end="", file=terminal, flush=True)
+            if self._has_ended.wait(PERIOD_S):
+                break
+        print(CLEAR_LINE, end="", file=terminal, flush=True)

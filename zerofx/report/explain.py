@@ -138,9 +138,10 @@ def _figures(program: Program) -> list[tuple[str, str]]:
 
 def _first_call(program: Program) -> list[tuple[str, str]]:
     """Say what compiling and the first run took, by parts in their order."""
-    parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in program.seconds.items())
+    seconds = program.first_call.seconds
+    parts = ", ".join(f"{part} {taken:.2f}" for part, taken in seconds.items())
     was_kept = "; the program is that of an earlier start" if program.rewritten.was_kept else ""
-    return [("first call", f"{sum(program.seconds.values()):.1f} s: {parts}{was_kept}")]
+    return [("first call", f"{sum(seconds.values()):.1f} s: {parts}{was_kept}")]
 
 
 def _passes(program: Program, with_seconds: bool) -> str:
