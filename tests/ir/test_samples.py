@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.kit.programs import capture, nodes_of
 from zerofx.ir import ops
-from zerofx.ir.samples import _reshaped
+from zerofx.ir.samples.views import reshaped
 
 NONE = None
 
@@ -29,7 +29,7 @@ NONE = None
     ],
 )
 def test_a_view_keeps_samples_where_they_are(dims, before, after, expected):
-    assert _reshaped(dims, before, after) == expected
+    assert reshaped(dims, before, after) == expected
 
 
 PARTS = {

@@ -29,7 +29,8 @@ from zerofx.ir.graph import (
 from zerofx.ir.interface import input_role, placeholders, recorded
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role
-from zerofx.ir.samples import Kind, Samples, Value
+from zerofx.ir.samples.follow import Samples
+from zerofx.ir.samples.values import Kind, Value
 from zerofx.ir.source import source_line
 
 logger = logging.getLogger("zerofx")

@@ -1,0 +1,159 @@
+"""What is computed element by element: sums, factors, divisors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.samples.nodes import LINEAR, name_of, sources_of
+from zerofx.ir.samples.values import NOT_LINEAR, ONE, Dims, Kind, MixedError, Span, Value
+
+if TYPE_CHECKING:
+    from zerofx.ir.samples.follow import Samples
+
+_OF_COUNTS = {"clamp", "clamp_min", "clamp_max", "maximum", "minimum"}
+
+_CONVERSIONS = ("_to_copy", "to", "clone", "detach", "alias", "clamp", "clamp_min", "view")
+
+
+def pointwise(samples: Samples, node: fx.Node) -> Value:
+    dims = _broadcast(samples, node)
+    inputs, name = list(map(samples.of, sources_of(node))), name_of(node)
+    if name == "div" and _is_users(node.args[1]) and samples.of(node.args[1]).degrees == ONE:
+        return Value(Kind.TOTAL, dims)  # the user says what it is divided by
+    for value in inputs:
+        if value.kind == Kind.MIXED:
+            return replace(value, dims=dims)
+    if all(value.is_plain for value in inputs):
+        return Value(Kind.SAMPLES, dims)
+    if name in LINEAR:
+        return replace(samples.of(node.args[0]), dims=dims)
+    if name == "reciprocal" and inputs[0].is_marked:
+        return replace(inputs[0], degrees=frozenset(-degree for degree in inputs[0].degrees))
+    if name in ("mul", "div"):
+        return _scaled(samples, node, dims)
+    if name in ("add", "sub", "rsub"):
+        return added(samples, node, dims, inputs)
+    if name == "where":
+        condition, *values = map(samples.of, node.args)
+        if condition.is_plain:
+            return added(samples, node, dims, values)
+    counts = [value for value in inputs if value.kind == Kind.COUNT]
+    same = all(value.kind in (Kind.COUNT, Kind.SAME) for value in inputs)
+    if same and name in _OF_COUNTS and len({value.degrees for value in counts}) == 1:
+        return replace(counts[0], dims=dims, is_marked=all(c.is_marked for c in counts))
+    raise MixedError(node, NOT_LINEAR, dims)
+
+
+def _broadcast(samples: Samples, node: fx.Node) -> Dims:
+    output = node.meta["val"]
+    ndim = output.dim() if isinstance(output, torch.Tensor) else 0
+    places = [
+        {at + ndim - len(value.dims): span for at, span in enumerate(value.dims) if span}
+        for value in map(samples.of, sources_of(node))
+    ]
+    found: dict[int, Span] = {}
+    for spans in places:
+        found = spans | found
+    dims = tuple(map(found.get, range(ndim)))
+    widest = max(places, key=len)
+    if found.keys() - widest.keys():
+        raise MixedError(node, "compares samples with one another", dims)
+    return dims
+
+
+def _scaled(samples: Samples, node: fx.Node, dims: Dims) -> Value:
+    """``a * b`` or ``a / b``, of which one is linear in the batch and the other a factor."""
+    first, second = (samples.of(argument) for argument in node.args[:2])
+    is_division = name_of(node) == "div"
+    if not is_division and _is_factor(first) and not _is_factor(second):
+        first, second = second, first
+    if not _is_factor(second):
+        if first.is_scaled and second.is_plain and not is_division:
+            return replace(first, dims=dims)
+        if second.is_scaled and first.is_plain and not is_division:
+            return replace(second, dims=dims)
+        if second.kind == Kind.COUNT:
+            raise MixedError(
+                node,
+                "uses a count of the batch other than to divide a loss by it, with `/`",
+                dims,
+            )
+        raise MixedError(node, "multiplies or divides sums over a batch", dims)
+    why = first.why or _may_be_count(samples, node, first, second, is_division)
+    sign = -1 if is_division else 1
+    (shift,) = second.degrees if len(second.degrees) == 1 else (0,)
+    degrees = frozenset(degree + sign * shift for degree in first.degrees)
+    is_scaled = first.is_scaled or (
+        second.kind == Kind.COUNT and first.kind in (Kind.SAMPLES, Kind.SAME)
+    )
+    if first.kind == Kind.SAME:  # the inverse of a count
+        return replace(second, dims=dims, degrees=degrees, is_scaled=False)
+    is_marked = first.is_marked and (second.is_marked or second.kind == Kind.SAME)
+    why = why if 1 in degrees else ""
+    return replace(
+        first,
+        dims=dims,
+        degrees=degrees,
+        is_scaled=is_scaled,
+        is_marked=is_marked,
+        why=why,
+        culprit=(first.culprit or node) if why else None,
+    )
+
+
+def _may_be_count(
+    samples: Samples, node: fx.Node, value: Value, by: Value, is_division: bool
+) -> str:
+    """Say why a number that a sum is scaled by may be a count of this rank's batch."""
+    number = node.args[1]
+    if 1 not in value.degrees or by.kind != Kind.SAME:
+        return ""
+    if isinstance(number, fx.Node):
+        given = "scales a sum over the batch by a number that the step is called with"
+        return given if by.is_given else ""
+    if isinstance(number, bool) or number in (0, 1):
+        return ""
+    inverse = number if is_division else 1 / number
+    whole = round(abs(inverse))
+    is_whole = abs(abs(inverse) - whole) < 1e-6 * abs(inverse)
+    is_size = is_whole and any(size > 1 and whole % size == 0 for size in samples.sizes)
+    if is_division or is_size:
+        return f"divides a sum over the batch by the number {inverse:g}"
+    return ""
+
+
+def added(samples: Samples, node: fx.Node, dims: Dims, inputs: Iterable[Value]) -> Value:
+    inputs = [value for value in inputs if value.kind != Kind.SAME]
+    kinds = {value.kind for value in inputs}
+    degrees = frozenset().union(*(value.degrees for value in inputs))
+    if kinds == {Kind.COUNT}:
+        is_marked = all(value.is_marked for value in inputs)
+        return Value(Kind.COUNT, dims, degrees, is_marked=is_marked)
+    if kinds <= {Kind.TOTAL, Kind.COUNT}:
+        doubtful = next((value for value in inputs if value.why), None)
+        total = Value(Kind.TOTAL, dims, degrees)
+        return replace(doubtful, dims=dims, degrees=degrees) if doubtful else total
+    if kinds == {Kind.SAMPLES}:
+        return Value(Kind.SAMPLES, dims, degrees, is_scaled=True)
+    raise MixedError(node, "adds what is of the whole batch to what is of samples", dims)
+
+
+def _is_factor(value: Value) -> bool:
+    return value.kind == Kind.SAME or (value.kind == Kind.COUNT and value.is_marked)
+
+
+def _is_users(node: Any) -> bool:
+    """Return whether a divisor is a count that the user gives, converted or bounded maybe."""
+    while isinstance(node, fx.Node) and node.args:
+        if node.target is ops.count and node.args[1] in ("local", "global"):
+            return True
+        if node.target is not ops.count and name_of(node) not in _CONVERSIONS:
+            break
+        node = node.args[0]
+    return False

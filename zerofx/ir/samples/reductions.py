@@ -1,0 +1,67 @@
+"""Sums and means over dimensions, and losses that have one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from zerofx.ir.samples.nodes import argument_of, name_of, sources_of
+from zerofx.ir.samples.unknown import unknown
+from zerofx.ir.samples.values import NOT_LINEAR, ONE, Dims, Kind, MixedError, Value
+
+if TYPE_CHECKING:
+    from zerofx.ir.samples.follow import Samples
+
+
+def reduced(samples: Samples, node: fx.Node) -> Value:
+    value = samples.of(node.args[0])
+    gone = _reduced_dims(node, len(value.dims))
+    keeps = bool(argument_of(node, "keepdim"))
+    dims = tuple(
+        None if at in gone else span
+        for at, span in enumerate(value.dims)
+        if keeps or at not in gone
+    )
+    return _reduced_by(samples, node, value, dims, any(value.dims[at] for at in gone))
+
+
+def _reduced_by(
+    samples: Samples, node: fx.Node, value: Value, dims: Dims, is_over_samples: bool
+) -> Value:
+    if value.kind == Kind.MIXED:
+        return replace(value, dims=dims)
+    name = name_of(node)
+    if value.kind == Kind.SAMPLES and is_over_samples and not any(dims):
+        if name != "sum":
+            raise MixedError(node, f"takes the {name} over the samples of a batch", dims)
+        is_count = value.is_data and not value.is_scaled
+        degrees = frozenset(degree + 1 for degree in value.degrees)
+        return Value(Kind.COUNT if is_count else Kind.TOTAL, dims, degrees)
+    if value.is_linear and name not in ("sum", "mean"):
+        raise MixedError(node, NOT_LINEAR, dims)
+    return replace(value, dims=dims)
+
+
+def fused_loss(samples: Samples, node: fx.Node) -> Value | list[Value]:
+    """A loss with a ``reduction``: 0 for none, 1 for a mean, 2 for a sum."""
+    reduction = argument_of(node, "reduction")
+    inputs = list(map(samples.of, sources_of(node)))
+    if reduction == 0:
+        return unknown(samples, node)
+    for value in inputs:
+        if value.kind == Kind.MIXED:
+            return replace(value, dims=())
+        if not value.is_plain:
+            raise MixedError(node, NOT_LINEAR)
+    if reduction == 1:
+        raise MixedError(node, "takes the mean over the samples of a batch")
+    return Value(Kind.TOTAL, degrees=ONE)
+
+
+def _reduced_dims(node: fx.Node, ndim: int) -> set[int]:
+    dims = argument_of(node, "dim")
+    if dims is None or dims == []:
+        return set(range(ndim))
+    return {dim % max(ndim, 1) for dim in ([dims] if isinstance(dims, int) else dims)}

@@ -1,0 +1,97 @@
+"""What is known of a value: its kind, its dimensions of samples, what it grows with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import fx
+
+from zerofx.ir.samples.nodes import shape_of
+
+Span = tuple[int, int]
+"""Says where in a dimension samples are counted: how much lies outside of them, how many."""
+
+Dims = tuple[Span | None, ...]
+"""Of each dimension how it counts samples; None if it does not."""
+
+
+class Kind(StrEnum):
+    """The kinds of values."""
+
+    SAME = "same"
+    """Made of nothing that a batch has to do with."""
+    SAMPLES = "samples"
+    """Of one sample each, along some dimension."""
+    COUNT = "count"
+    """Made of sums over samples of what the batch has: no parameter has to do with it."""
+    TOTAL = "total"
+    """Linear in sums over samples."""
+    MIXED = "mixed"
+    """None of these: it depends on a whole batch in some other way."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """Says how a value depends on the batch.
+
+    ``degrees`` are the powers of a batch's size that its terms grow with: 1 for a sum, 0 for a sum
+    that has been divided by a count.  ``is_scaled``: of one sample each, but for a count of all.
+    ``is_data``: no parameter has to do with it.  ``is_marked``: a count that capture knows to be
+    divided by.  ``is_given``: a number that the step is called with is in it.  ``culprit``
+    is the node that made a ``MIXED`` one, and ``why`` what is wrong; of a sum that is divided by
+    nothing yet, the node that scales it by a number which may be a count.
+    """
+
+    kind: Kind
+    dims: Dims = ()
+    degrees: frozenset[int] = frozenset({0})
+    is_scaled: bool = False
+    is_data: bool = True
+    is_marked: bool = False
+    is_given: bool = False
+    culprit: fx.Node | None = None
+    why: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether no number of the whole batch has to do with it."""
+        return self.kind == Kind.SAME or (self.kind == Kind.SAMPLES and not self.is_scaled)
+
+    @property
+    def is_linear(self) -> bool:
+        """Return whether it is followed by what is linear alone."""
+        return self.kind in (Kind.TOTAL, Kind.COUNT) or self.is_scaled
+
+
+class MixedError(Exception):
+    """Ends a rule: a node's value depends on a whole batch in some other way than by sums."""
+
+    def __init__(self, node: fx.Node | None, why: str, dims: Dims = ()):
+        super().__init__(why)
+        self.node, self.why, self.dims = node, why, dims
+
+
+NOT_LINEAR = "computes something that is not linear of a batch's sums"
+"""Why most rules give up."""
+
+ONE = frozenset({1})
+"""The powers of a batch's size that a sum grows with."""
+
+
+def first_of(spans: Iterable[Span | None]) -> Span | None:
+    return next(filter(None, spans), None)
+
+
+def at_the_right(dims: Dims, ndim: int) -> Dims:
+    return (*(None,) * (ndim - len(dims)), *dims)
+
+
+def no_dims(node: fx.Node) -> Dims:
+    return (None,) * len(shape_of(node))
+
+
+def first_dim(node: fx.Node) -> Dims:
+    shape = shape_of(node)
+    return ((1, shape[0]), *(None,) * (len(shape) - 1))

@@ -1,0 +1,216 @@
+"""Views, and what moves elements: samples are where these have put them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from zerofx.ir.samples.nodes import is_whole_number, name_of, shape_of, sources_of
+from zerofx.ir.samples.pointwise import added
+from zerofx.ir.samples.values import (
+    NOT_LINEAR,
+    Dims,
+    Kind,
+    MixedError,
+    Span,
+    Value,
+    at_the_right,
+    first_of,
+)
+
+if TYPE_CHECKING:
+    from zerofx.ir.samples.follow import Samples
+
+
+def viewed(samples: Samples, node: fx.Node) -> Value:
+    value = samples.of(node.args[0])
+    return replace(value, dims=reshaped(value.dims, shape_of(node.args[0]), shape_of(node)))
+
+
+def permuted(samples: Samples, node: fx.Node) -> Value:
+    value, ndim = samples.of(node.args[0]), len(shape_of(node))
+    name = name_of(node)
+    order = list(range(ndim))
+    if name == "permute":
+        order = [dim % ndim for dim in node.args[1]]
+    elif name == "transpose":
+        one, other = (dim % ndim for dim in node.args[1:3])
+        order[one], order[other] = other, one
+    else:
+        order.reverse()
+    return replace(value, dims=tuple(value.dims[at] for at in order))
+
+
+def expanded(samples: Samples, node: fx.Node) -> Value:
+    value = samples.of(node.args[0])
+    return replace(value, dims=at_the_right(value.dims, len(shape_of(node))))
+
+
+def unsqueezed(samples: Samples, node: fx.Node) -> Value:
+    value = samples.of(node.args[0])
+    at = node.args[1] % len(shape_of(node))
+    return replace(value, dims=(*value.dims[:at], None, *value.dims[at:]))
+
+
+def squeezed(samples: Samples, node: fx.Node) -> Value:
+    value, shape = samples.of(node.args[0]), shape_of(node.args[0])
+    wanted = node.args[1] if len(node.args) > 1 else range(len(shape))
+    wanted = [wanted] if isinstance(wanted, int) else wanted
+    gone = {dim % len(shape) for dim in wanted if shape[dim] == 1}
+    dims = tuple(span for at, span in enumerate(value.dims) if at not in gone)
+    if value.kind == Kind.SAMPLES and not any(dims):
+        kind = Kind.COUNT if value.is_data and not value.is_scaled else Kind.TOTAL
+        degrees = frozenset(degree + 1 for degree in value.degrees)
+        return Value(kind, dims, degrees)  # the sum over the one sample that there is
+    return replace(value, dims=dims)
+
+
+def selected(samples: Samples, node: fx.Node) -> Value:
+    value = samples.of(node.args[0])
+    at = node.args[1] % len(value.dims)
+    return replace(value, dims=(*value.dims[:at], *value.dims[at + 1 :]))
+
+
+def same_dims(samples: Samples, node: fx.Node) -> Value:
+    value = samples.of(node.args[0])
+    others = list(map(samples.of, sources_of(node)))
+    mixed = next((other for other in others if other.kind == Kind.MIXED), None)
+    if mixed is not None:
+        return replace(mixed, dims=value.dims)
+    return value
+
+
+def unbound(samples: Samples, node: fx.Node) -> Value:
+    at = (node.args[1] if len(node.args) > 1 else 0) % len(shape_of(node.args[0]))
+    value = samples.of(node.args[0])
+    return replace(value, dims=(*value.dims[:at], *value.dims[at + 1 :]))
+
+
+def joined(samples: Samples, node: fx.Node) -> Value:
+    """``cat`` and ``stack``."""
+    # torch lets an empty list of numbers be joined to anything
+    sources = [source for source in node.args[0] if shape_of(source) != (0,)]
+    values = [samples.of(source) for source in sources]
+    mixed = next((value for value in values if value.kind == Kind.MIXED), None)
+    ndim = len(shape_of(node))
+    at = (node.args[1] if len(node.args) > 1 else 0) % ndim
+    dims = tuple(map(first_of, zip(*(value.dims for value in values), strict=True)))
+    if name_of(node) == "stack":
+        dims = (*dims[:at], None, *dims[at:])
+    elif dims[at] and all(
+        value.dims[at] == (1, size)
+        for value, size in zip(values, (shape_of(one)[at] for one in sources), strict=True)
+    ):
+        dims = (*dims[:at], (1, shape_of(node)[at]), *dims[at + 1 :])
+    if mixed is not None:
+        return replace(mixed, dims=dims)
+    if all(value.is_plain for value in values):
+        return Value(Kind.SAMPLES, dims)
+    return added(samples, node, dims, values)
+
+
+def embedded(samples: Samples, node: fx.Node) -> Value:
+    weight, indices = map(samples.of, node.args[:2])
+    dims = (*indices.dims, None)
+    if weight.kind != Kind.SAME:
+        raise MixedError(node, "looks up what the batch has made", dims)
+    return replace(indices, dims=dims)
+
+
+def gathered(samples: Samples, node: fx.Node) -> Value:
+    value, at, indices = samples.of(node.args[0]), node.args[1], samples.of(node.args[2])
+    at = at % max(len(value.dims), 1)
+    dims = tuple(map(first_of, zip(value.dims, indices.dims, strict=True)))
+    if value.kind == Kind.MIXED:
+        return replace(value, dims=dims)
+    if value.is_linear:
+        raise MixedError(node, NOT_LINEAR, dims)
+    if value.dims[at] or indices.kind not in (Kind.SAME, Kind.SAMPLES):
+        raise MixedError(node, "looks up other samples", dims)
+    return replace(value, kind=Kind.SAMPLES, dims=dims)
+
+
+def indexed(samples: Samples, node: fx.Node) -> Value:
+    """``x[i, :, j]``: indices side by side take one dimension's place, else the first."""
+    value, indices = samples.of(node.args[0]), node.args[1]
+    used = [at for at, index in enumerate(indices) if index is not None]
+    found = [samples.of(indices[at]).dims for at in used]
+    length = max(map(len, found))
+    aligned = [at_the_right(dims, length) for dims in found]
+    picked = list(map(first_of, zip(*aligned, strict=True)))
+    is_reordered = any(value.dims[at] for at in used)
+    rest = [span for at, span in enumerate(value.dims) if at not in used]
+    is_together = used == list(range(used[0], used[-1] + 1))
+    begin = sum(at not in used for at in range(used[0])) if is_together else 0
+    if is_reordered and picked:  # samples in another order
+        picked[0] = picked[0] or (1, shape_of(node)[begin])
+    dims = (*rest[:begin], *picked, *rest[begin:])
+    if value.is_linear and any(picked):
+        raise MixedError(node, NOT_LINEAR, dims)
+    if value.kind == Kind.SAME:
+        return Value(Kind.SAMPLES, dims)
+    return replace(value, dims=dims)
+
+
+def scattered(samples: Samples, node: fx.Node) -> Value:
+    """Follow what is written by place: among samples, or to places that are none."""
+    into = samples.of(node.args[0])
+    at = node.args[1] if isinstance(node.args[1], int) else 0
+    shape = shape_of(node.args[0])
+    at = at % max(len(shape), 1)
+    if into.kind == Kind.MIXED:
+        return into
+    given = list(map(samples.of, sources_of(node)[1:]))
+    bad = next((v for v in given if v.kind == Kind.MIXED and not _is_whole_number(v)), None)
+    if bad is not None:
+        return replace(bad, dims=into.dims)
+    if any(value.is_linear for value in (into, *given)):
+        raise MixedError(node, NOT_LINEAR)
+    dims = into.dims
+    if not any(dims) and shape:
+        if shape[at] not in samples.sizes:
+            raise MixedError(node, "adds up samples by their values", dims)
+        dims = tuple((1, n) if place == at else None for place, n in enumerate(shape))
+    return Value(Kind.SAMPLES, dims)
+
+
+def _is_whole_number(value: Value) -> bool:
+    return value.culprit is not None and is_whole_number(value.culprit)
+
+
+def reshaped(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims:
+    """The dimensions behind a view: samples are where they were among all elements."""
+    found: dict[int, Span] = {}
+    outside = 1
+    for length, span in zip(before, dims, strict=True):
+        if span is not None and after:
+            begin = outside * span[0]
+            found |= _within(begin, begin * span[1], after)
+        outside *= length
+    return tuple(map(found.get, range(len(after))))
+
+
+def _within(begin: int, end: int, sizes: tuple[int, ...]) -> dict[int, Span]:
+    """The dimensions that a factor of all elements is in, which begins and ends there.
+
+    A single sample is no factor: it is where its dimension is, or in what that was put behind.
+    """
+    found: dict[int, Span] = {}
+    passed, single, left, right = 1, None, None, None
+    for at, size in enumerate(sizes):
+        low, high = max(begin, passed), min(end, passed * size)
+        if low < high:
+            found[at] = low // passed, high // low
+        if passed == begin and size == 1 and single is None:
+            single = at
+        if passed < begin <= passed * size:
+            left = at
+        if passed >= begin and right is None:
+            right = at
+        passed *= size
+    if not found:
+        at = next((at for at in (single, left, right) if at is not None), len(sizes) - 1)
+        found[at] = (sizes[at] if at == left else 1), 1
+    return found
