@@ -114,6 +114,29 @@ def clipped_policy(out, b):
     return -(surrogate * b["mask"]).sum() / b["mask"].sum()
 
 
+def mask_made_of_ones(out, b):
+    weights = torch.ones(b["labels"].shape).masked_fill(b["labels"] == -100, 0.0)
+    return (by_token(out, b) * weights).sum() / weights.sum()
+
+
+def cut_into_slices(out, b):
+    """Rows one after the other, and what is left in one piece."""
+    total, count = 0.0, 0.0
+    for begin, end in ((0, 1), (1, None)):
+        part = {name: value[begin:end] for name, value in b.items() if name != "parameters"}
+        weighed = F.layer_norm(out[begin:end], (CLASSES,)) @ torch.eye(CLASSES)
+        total = total + (by_token(weighed, part) * part["mask"]).sum()
+        count = count + part["mask"].sum()
+    return total / count
+
+
+def labels_moved(out, b):
+    labels = torch.full(b["labels"].shape, -100)
+    labels[:, :-1] = b["labels"][:, 1:]
+    labels[:, -1] = b["targets"][:, 0]
+    return F.cross_entropy(out.flatten(0, 1), labels.flatten())
+
+
 def preferences(out, b):
     """DPO's: half of a sequence against the other."""
     log_probs = out.log_softmax(-1).gather(-1, b["targets"][..., None]).squeeze(-1)
@@ -233,6 +256,10 @@ RIGHT: dict[str, Callable] = {
     "dice_of_each": dice_of_each,
     "mean_of_a_stack": mean_of_a_stack,
     "by_class": by_class,
+    "mask_made_of_ones": mask_made_of_ones,
+    "labels_moved_into_a_constant": labels_moved,
+    "cut_into_slices": cut_into_slices,
+    "pairs_of_halves": lambda out, b: -F.logsigmoid(out[:, :3] - out[:, 3:]).mean(),
     "with_weight_decay": lambda out, b: (
         F.cross_entropy(*flat(out, b)) + 1e-2 * sum(p.square().sum() for p in b["parameters"])
     ),
@@ -254,6 +281,43 @@ def contrastive(out, b):
 def dice_of_all(out, b):
     p, t = out.sigmoid(), b["values"].sigmoid()
     return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+
+
+def hardest(out, b):
+    each = by_token(out, b).mean(1)
+    return each[each.detach().topk(2).indices].mean()
+
+
+def looked_up(out, b):
+    """A batch's items as each other's negatives."""
+    scores = out[:, 0]
+    return (scores[:, b["starts"]].logsumexp(1) - scores[:, 0]).mean()
+
+
+def gathered(out, b):
+    rows = out.shape[0]
+    negatives = out[:, 0].gather(1, b["starts"].expand(rows, -1))
+    return (negatives.logsumexp(1) - out[:, 0, 0]).mean()
+
+
+def written(out, b):
+    weights = b["mask"].clone()
+    weights[1:] = 0.5
+    return (by_token(out, b) * weights).sum() / weights.sum()
+
+
+def put_together(out, b):
+    means = torch.zeros(2)
+    means[0] = masked(out, b)
+    return masked(out, b) + means.square().sum()
+
+
+def by_frequency(out, b):
+    """Of as many classes as there are tokens in a batch of three rows, of which 18 are."""
+    classes = out.shape[0] * LENGTH
+    found = torch.zeros(classes).index_add(0, b["targets"].flatten(), torch.ones(classes))
+    weights = 1 / (found[:CLASSES] + 1)
+    return (by_token(out, b) * weights[b["targets"]]).mean()
 
 
 REFUSED: dict[str, tuple[Callable, str]] = {
@@ -285,6 +349,56 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         "takes the std over the samples|takes the var over the samples",
     ),
     "rms_of_the_batch": (lambda out, b: by_token(out, b).norm(), "over the samples"),
+    "divided_by_a_number_before_the_sum": (
+        lambda out, b: (by_token(out, b) / out.shape[0]).sum(),
+        "divides a sum over the batch by the number 3",
+    ),
+    "hardest_by_their_places": (hardest, "takes samples that others decide on"),
+    "hardest_of_the_sorted": (
+        lambda out, b: by_token(out, b).flatten()[by_token(out, b).flatten().argsort()[:4]].mean(),
+        "takes samples that others decide on",
+    ),
+    "negatives_rolled": (
+        lambda out, b: F.triplet_margin_loss(out[:, 0], out[:, 1], out[:, 2].roll(1, 0)),
+        "mixes the samples",
+    ),
+    "negatives_flipped": (
+        lambda out, b: F.triplet_margin_loss(out[:, 0], out[:, 1], out[:, 2].flip(0)),
+        "mixes the samples",
+    ),
+    "negatives_of_all_dimensions_rolled": (
+        lambda out, b: (out - out.roll(1)).square().mean(),
+        "mixes the samples",
+    ),
+    "distances": (
+        lambda out, b: F.cross_entropy(
+            -torch.cdist(out[:, 0], out[:, 1]), torch.arange(out.shape[0])
+        ),
+        "mixes the samples|compares samples",
+    ),
+    "kernel_of_distances": (
+        lambda out, b: (-torch.cdist(out[:, 0], b["values"][:, 0]).square()).exp().mean(),
+        "mixes the samples|compares samples",
+    ),
+    "neighbours": (
+        lambda out, b: (out[1:] - out[:-1]).square().mean(),
+        "compares samples with one another",
+    ),
+    "neighbours_behind_more": (
+        lambda out, b: (
+            (out[1:].softmax(-1) @ torch.ones(CLASSES, 2))
+            .sub(F.layer_norm(out[:-1], (CLASSES,))[..., :2])
+            .square()
+            .mean()
+        ),
+        "compares samples with one another",
+    ),
+    "negatives_looked_up": (looked_up, "compares samples with one another"),
+    "negatives_gathered": (gathered, "compares samples with one another"),
+    "spectrum": (lambda out, b: torch.fft.fft(out, dim=0).abs().mean(), "mixes the samples"),
+    "written_to_some": (written, "writes to a part of the batch"),
+    "put_together_of_means": (put_together, "not linear|other than to divide"),
+    "weighted_by_frequencies": (by_frequency, "adds up samples by their values"),
 }
 
 
@@ -438,6 +552,97 @@ def test_the_inverse_of_a_number_of_elements_may_be_a_count_or_not():
         return each.sum() * (1 / each.numel())
 
     assert "divides a sum over the batch by the number 18" in refusal(loss_of, batch_of(0))
+
+
+def test_what_is_the_same_on_all_ranks_is_divided_by_no_count():
+    def loss_of(model, batch):
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return (by_token(model(batch["tokens"]), batch).sum() + penalty) / batch["mask"].sum()
+
+    assert "by less than it is multiplied with" in refusal(loss_of, batch_of(0))
+
+
+def test_a_bias_that_is_made_of_the_batch_is_followed():
+    def loss_of(model, batch):
+        hidden = model.hidden(batch["tokens"])[:, 0]
+        means = hidden.mean(0) @ model.head.weight.T
+        return F.linear(hidden, model.head.weight, means).square().mean()
+
+    assert "of the whole batch to what is of samples" in refusal(loss_of, batch_of(0))
+
+
+def test_attention_along_the_first_dimension_is_refused():
+    attention = nn.MultiheadAttention(WIDTH, 2)
+
+    def loss_of(model, batch):
+        x = model.embedding(batch["tokens"])
+        return attention(x, x, x, need_weights=False)[0].square().mean()
+
+    assert "mixes the samples" in refusal(loss_of, batch_of(0))
+
+
+def test_one_line_for_several_tasks_of_the_same_samples_may_be_meant_otherwise():
+    def loss_of(model, batch):
+        for labels in (batch["labels"], batch["targets"]):
+            out = model(batch["tokens"])
+            loss = F.cross_entropy(out.flatten(0, 1), labels.flatten())
+            if labels is batch["labels"]:
+                loss.backward()
+        return loss
+
+    assert "may be tasks with a divisor each" in refusal(loss_of, batch_of(0))
+
+
+def train_tasks(form: str, batches: list[list[Batch]], options: dict | None):
+    """Train on losses that one line divides, which are no micro-batches of each other."""
+    torch.manual_seed(7)
+    model = Model()
+    heads = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(2))
+    parameters = [*model.parameters(), *heads.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+
+    def step(parts):
+        losses = []
+        if form == "an update each":
+            for batch in parts:
+                optimizer.zero_grad()
+                out = model(batch["tokens"])
+                loss = F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
+                loss.backward()
+                optimizer.step()
+                losses.append(loss)
+            return losses
+        optimizer.zero_grad()
+        hidden = model.embedding(parts[0]["tokens"])
+        for head, batch in zip(heads, parts, strict=True):
+            labels = batch["labels"] if head is heads[0] else parts[0]["targets"]
+            out = head(hidden)
+            loss = F.cross_entropy(out.flatten(0, 1), labels.flatten(), ignore_index=-100)
+            loss.backward(retain_graph=True)
+            losses.append(loss)
+        optimizer.step()
+        return losses
+
+    if options is not None:
+        step = torch.compile(step, backend="zero", options={"lowering": "eager", **options})
+    losses = [loss.item() for parts in batches for loss in step(parts)]
+    with zerofx.full_params(model), zerofx.full_params(heads):
+        return losses, [p.detach().clone() for p in parameters]
+
+
+def train_tasks_on_rank(form, stage):
+    rank = dist.get_rank()
+    parts = [batch_of(rank, 0), batch_of(rank, 1)]
+    return train_tasks(form, [parts, parts[::-1]], {"loss": "global", "stage": stage})
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.parametrize("form", ("an update each", "a head each"))
+def test_losses_of_one_line_that_are_no_micro_batches_have_divisors_of_their_own(ranks, form):  # noqa: F811
+    parts = [joined([batch_of(rank, m) for rank in range(2)]) for m in range(2)]
+    expected = train_tasks(form, [parts, parts[::-1]], None)
+    for found in ranks(2).run(train_tasks_on_rank, form, 1):
+        check(found, expected)
 
 
 def test_a_batch_that_is_not_given_to_the_step_cannot_be_followed():
@@ -622,6 +827,42 @@ def test_the_loss_and_its_scaled_aliases_are_returned_over_all_ranks(ranks):  # 
         assert doubled == pytest.approx(2 * expected, rel=2e-6)
         assert collectives, "one for the counts, one for the losses"
     assert found[0][2] != found[1][2], "any other result is the rank's own"
+
+
+def terms(options: dict | None = None):
+    """Return terms of the loss, what is computed of it, and a running mean of it."""
+    torch.manual_seed(7)
+    model = Model()
+    model.register_buffer("running", torch.zeros(()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(batch):
+        optimizer.zero_grad()
+        out = model(batch["tokens"])
+        term = F.cross_entropy(*flat(out, batch))
+        loss = term + 0.1 * masked(out, batch)
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.running.mul_(0.5).add_(term, alpha=0.5)
+        return loss, term.detach(), loss.detach().exp(), term.detach() * batch["mask"].sum()
+
+    if options is not None:
+        step = torch.compile(step, backend="zero", options={"lowering": "eager", **options})
+    found = [value.item() for value in step(batch_of(dist.get_rank() if options else 0))]
+    return *found, model.running.item()
+
+
+def own_terms():
+    return terms({"stage": 0, "loss": "global"}), terms({"stage": 0, "loss": "rank"})
+
+
+def test_terms_of_a_loss_and_what_is_computed_of_it_are_the_ranks_own(ranks):  # noqa: F811
+    found = ranks(2).run(own_terms)
+    (first, *_), (other, *_) = (of_global for of_global, _ in found)
+    assert first == other, "the loss is one over all ranks"
+    for of_global, of_rank in found:
+        assert of_global[1:] == pytest.approx(of_rank[1:], rel=2e-6)
 
 
 def own_count():

@@ -8,7 +8,9 @@ mean of the ranks' gradients is that of one process with all batches.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -85,10 +87,11 @@ def spread_losses(gm: fx.GraphModule) -> None:
         move_to_front(graph, [data.weight, *early])
         _weigh_as_a_mean(builder, graph, data)
         _average_results(builder, graph, roots, data)
-    for together in _alike(found):
+    for together in _alike(samples, found):
         assert data is not None, "counts found are those of a loss"
         means |= _spread(builder, samples, together, data)
     part_of_loss = set().union(*before.values())
+    _keep_own_results(builder, graph, means.keys())
     for count, mean in means.items():
         readers = {user for user in count.users if is_backward(user) or user in part_of_loss}
         if any(reader < mean for reader in readers):
@@ -230,16 +233,71 @@ def _check_calls(graph: fx.Graph, kinds: Mapping[fx.Node, str], data: Data) -> N
         data.mine.args = (*data.mine.args, PARTLY_WITHOUT)
 
 
-def _alike(found: dict[fx.Node, list[fx.Node]]) -> Iterable[list[fx.Node]]:
-    """The counts that a loop over micro-batches makes, with one for each call of backward."""
-    groups = defaultdict(list)
-    for counts in found.values():
+def _alike(samples: Samples, found: dict[fx.Node, list[fx.Node]]) -> list[list[fx.Node]]:
+    """Return the counts that a loop over micro-batches makes, one for each call of backward.
+
+    They are of one line, of the same parameters, with no update in between, and of samples of their
+    own.  Losses of other parameters, or that share what the model has computed, are other tasks of
+    one batch: each has a divisor of its own.
+
+    Raises: StepError where it may be either.
+    """
+    groups: dict[tuple, dict[fx.Node, fx.Node]] = defaultdict(dict)
+    alone: list[list[fx.Node]] = []
+    before = {root: set(reached([root], lambda n: n.all_input_nodes)) for root in found}
+    updates = [node for root in found for node in root.graph.nodes if _is_update(node)]
+    for root, counts in found.items():
+        parameters = frozenset(n for n in before[root] if _is_parameter(n))
+        num_updates = sum(update < root for update in set(updates))
         seen: dict[str, int] = defaultdict(int)
         for count in counts:
             lines = count.meta.get("stack_trace") or ""
-            groups[lines, count.args[1], seen[lines]].append(count)
+            key = lines, count.args[1], seen[lines], parameters, num_updates
+            groups[key][root] = count
             seen[lines] += 1
-    return groups.values()
+    together = []
+    for group in groups.values():
+        shared = [
+            _shared(samples, before[one], before[other])
+            for one, other in itertools.combinations(group, 2)
+        ]
+        if any(not samples.of(node).is_data for nodes in shared for node in nodes):
+            alone += [[count] for count in group.values()]
+        elif any(shared):
+            raise StepError(
+                "loss=global: one line divides several losses of the same samples, which may be "
+                "tasks with a divisor each, or micro-batches with one for all. Write the tasks on "
+                f"lines of their own, or call backward() once, with their sum. {REMEDY}.\n"
+                f"  at {source_line(next(iter(group.values())))}"
+            )
+        else:
+            together.append(list(group.values()))
+    return together + alone
+
+
+def _is_update(node: fx.Node) -> bool:
+    return node.target is ops.optimizer_step
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return node.op == "placeholder" and input_role(node).kind == "parameter"
+
+
+_PARTS = (
+    *(aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default),
+    *(aten.unbind.int, aten.index.Tensor, operator.getitem),
+)
+"""Operators that take micro-batches of a batch."""
+
+
+def _shared(samples: Samples, one: set[fx.Node], other: set[fx.Node]) -> list[fx.Node]:
+    """Return what two losses both compute with, of the batch's samples, but for its parts."""
+    return [
+        node
+        for node in one & other
+        if samples.of(node).kind == Kind.SAMPLES
+        and any(user in one - other and user.target not in _PARTS for user in node.users)
+    ]
 
 
 def _spread(
@@ -300,7 +358,10 @@ def _computed_of(builder: Builder, count: fx.Node, leaves: Mapping[fx.Node, fx.N
 
 
 def _as_float(call: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
-    if node.meta["val"].dtype.is_floating_point:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):  # a symbolic size
+        return call(aten.scalar_tensor.default, node, dtype=torch.float32)
+    if value.dtype.is_floating_point:
         return node
     return call(aten._to_copy.default, node, dtype=torch.float32)
 
@@ -371,6 +432,58 @@ def _average_results(builder: Builder, graph: fx.Graph, roots: list[fx.Node], da
                 averaged[result] = call(ops.over_ranks, weighed, "mean")
         results[position] = averaged[result]
     output.args = (tuple(results),)
+
+
+def _keep_own_results(builder: Builder, graph: fx.Graph, counts: Iterable[fx.Node]) -> None:
+    """Compute what else the step returns, or keeps in a buffer, of counts of this rank's own.
+
+    A term of the loss, its exponential or a running mean of it: else they would be of sums of this
+    rank, and of counts of all.
+    """
+    counts = set(counts)
+    output = graph.output_node()
+    taken = {*recorded(graph).gradients}
+    wanted = {
+        node
+        for position, node in enumerate(output.args[0])
+        if isinstance(node, fx.Node) and position not in taken
+    }
+    writes = [node for node in graph.nodes if _writes_buffer(node)]
+    wanted |= {node.args[1] for node in writes}
+    wanted = {node for node in wanted if node.target is not ops.over_ranks}
+    own = _between_forward(counts, wanted)
+    if not own:
+        return
+    substitutes: dict[fx.Node, fx.Node] = {}
+    with builder.before(min([output, *writes])):
+        for node in own:
+            is_mark = node.target in (ops.loss_part, ops.count)
+            of = substitutes.get(node.args[0], node.args[0]) if is_mark else None
+            substitutes[node] = of or builder.copy(node, substitutes)
+    output.args = (tuple(substitutes.get(one, one) for one in output.args[0]),)
+    for node in writes:
+        node.replace_input_with(node.args[1], substitutes.get(node.args[1], node.args[1]))
+
+
+def _writes_buffer(node: fx.Node) -> bool:
+    return (
+        node.target is aten.copy_.default
+        and isinstance(node.args[1], fx.Node)
+        and node.args[0].op == "placeholder"
+        and input_role(node.args[0]).kind in ("buffer", "other")
+    )
+
+
+def _between_forward(counts: set[fx.Node], wanted: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return what is computed of counts on the way to wanted values, in order; of no gradient."""
+    depends = set(counts)
+    between = []
+    for node in sorted(set(reached(wanted, lambda n: n.all_input_nodes))):
+        is_on_the_way = not (node in counts or is_backward(node) or node.target is ops.gradient)
+        if is_on_the_way and not depends.isdisjoint(node.all_input_nodes):
+            depends.add(node)
+            between.append(node)
+    return between
 
 
 def _same_as_losses(graph: fx.Graph, roots: list[fx.Node]) -> set[fx.Node]:

@@ -24,7 +24,7 @@ from zerofx.ir.samples.nodes import (
     sizes_of,
     sources_of,
 )
-from zerofx.ir.samples.values import Kind, MixedError, Value, first_dim, no_dims
+from zerofx.ir.samples.values import WHOLE, Kind, MixedError, Value, first_dim, no_dims, parts_of
 
 aten = torch.ops.aten
 
@@ -94,6 +94,10 @@ class Samples:
         result = self._result(node, sources)
         is_data = all(source.is_data for source in sources)
         is_given = any(source.is_given for source in sources)
+        parts = parts_of(sources)
+        if getattr(node.target, "overloadpacket", None) not in _CUTS:
+            part = parts[0] if len(parts) == 1 else WHOLE
+            result = [replace(value, part=part) for value in result]
         values = [replace(value, is_data=is_data, is_given=is_given) for value in result]
         outputs = node.meta.get("val")
         if not isinstance(outputs, (tuple, list)):
@@ -183,6 +187,8 @@ class Samples:
         return name_of(total) != "sum" or self.of(total.args[0]).kind == Kind.SAMPLES
 
 
+_CUTS = (aten.slice, aten.split, aten.split_with_sizes)
+
 _RULES: dict[Any, Callable[[Samples, fx.Node], Any]] = {
     **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape), views.viewed),
     **dict.fromkeys((aten.permute, aten.transpose, aten.t), views.permuted),
@@ -192,15 +198,19 @@ _RULES: dict[Any, Callable[[Samples, fx.Node], Any]] = {
     **dict.fromkeys((aten.select,), views.selected),
     **dict.fromkeys(
         (
-            aten.slice,
-            aten.split,
-            aten.split_with_sizes,
-            aten.masked_fill,
-            aten.slice_scatter,
-            aten.select_scatter,
+            aten._scaled_dot_product_efficient_attention,
+            aten._scaled_dot_product_flash_attention,
+            aten._scaled_dot_product_flash_attention_for_cpu,
+            aten._scaled_dot_product_cudnn_attention,
+            aten._scaled_dot_product_attention_math,
+            aten._scaled_dot_product_attention_math_for_mps,
+            aten.scaled_dot_product_attention,
         ),
-        views.same_dims,
+        unknown.attended,
     ),
+    **dict.fromkeys(_CUTS, views.cut),
+    **dict.fromkeys((aten.masked_fill,), pointwise.filled),
+    **dict.fromkeys((aten.slice_scatter, aten.select_scatter), views.written),
     **dict.fromkeys((aten.unbind,), views.unbound),
     **dict.fromkeys((aten.cat, aten.stack), views.joined),
     **dict.fromkeys((aten.embedding,), views.embedded),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,18 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.samples.nodes import LINEAR, name_of, sources_of
-from zerofx.ir.samples.values import NOT_LINEAR, ONE, Dims, Kind, MixedError, Span, Value
+from zerofx.ir.samples.values import (
+    COMPARES,
+    NOT_LINEAR,
+    ONE,
+    Dims,
+    Kind,
+    MixedError,
+    Span,
+    Value,
+    check_parts,
+    doubtful,
+)
 
 if TYPE_CHECKING:
     from zerofx.ir.samples.follow import Samples
@@ -29,8 +41,9 @@ def pointwise(samples: Samples, node: fx.Node) -> Value:
     for value in inputs:
         if value.kind == Kind.MIXED:
             return replace(value, dims=dims)
+    check_parts(node, inputs, dims)
     if all(value.is_plain for value in inputs):
-        return Value(Kind.SAMPLES, dims)
+        return _of_samples(samples, node, dims, inputs)
     if name in LINEAR:
         return replace(samples.of(node.args[0]), dims=dims)
     if name == "reciprocal" and inputs[0].is_marked:
@@ -38,16 +51,51 @@ def pointwise(samples: Samples, node: fx.Node) -> Value:
     if name in ("mul", "div"):
         return _scaled(samples, node, dims)
     if name in ("add", "sub", "rsub"):
-        return added(samples, node, dims, inputs)
+        return added(samples, node, dims, inputs, node.args[:2])
     if name == "where":
         condition, *values = map(samples.of, node.args)
         if condition.is_plain:
-            return added(samples, node, dims, values)
+            return added(samples, node, dims, values, node.args[1:])
     counts = [value for value in inputs if value.kind == Kind.COUNT]
     same = all(value.kind in (Kind.COUNT, Kind.SAME) for value in inputs)
     if same and name in _OF_COUNTS and len({value.degrees for value in counts}) == 1:
         return replace(counts[0], dims=dims, is_marked=all(c.is_marked for c in counts))
     raise MixedError(node, NOT_LINEAR, dims)
+
+
+def filled(samples: Samples, node: fx.Node) -> Value:
+    """``masked_fill``: ``where`` with a number, or what is one."""
+    dims = _broadcast(samples, node)
+    value, condition = map(samples.of, node.args[:2])
+    inputs = list(map(samples.of, sources_of(node)))
+    mixed = next((one for one in inputs if one.kind == Kind.MIXED), None)
+    if mixed is not None:
+        return replace(mixed, dims=dims)
+    check_parts(node, inputs, dims)
+    if all(one.is_plain for one in inputs):
+        return Value(Kind.SAMPLES, dims)
+    if not condition.is_plain:
+        raise MixedError(node, NOT_LINEAR, dims)
+    return added(samples, node, dims, [value, samples.of(node.args[2])], node.args[2:])
+
+
+def _of_samples(samples: Samples, node: fx.Node, dims: Dims, inputs: list[Value]) -> Value:
+    """What is computed of samples alone, which a number may have divided before they are summed."""
+    name = name_of(node)
+    scaled: Value | None = None
+    if name in ("mul", "div"):
+        value, number = node.args[:2]
+        if name == "mul" and samples.of(value).kind == Kind.SAME:
+            value, number = number, value
+        of_sum, by = replace(samples.of(value), degrees=ONE), samples.of(number)
+        inverse = None if isinstance(number, fx.Node) else _inverse(number, name == "div")
+        if inverse is None or _is_size(samples, inverse):
+            why = _may_be_count(samples, number, of_sum, by, name == "div")
+            scaled = Value(Kind.SAMPLES, culprit=node, why=why) if why else None
+    if name in LINEAR or name in ("mul", "div", "add", "sub", "rsub", "where"):
+        scaled = doubtful(inputs) or scaled
+    found = Value(Kind.SAMPLES, dims)
+    return replace(found, culprit=scaled.culprit, why=scaled.why) if scaled else found
 
 
 def _broadcast(samples: Samples, node: fx.Node) -> Dims:
@@ -63,7 +111,7 @@ def _broadcast(samples: Samples, node: fx.Node) -> Dims:
     dims = tuple(map(found.get, range(ndim)))
     widest = max(places, key=len)
     if found.keys() - widest.keys():
-        raise MixedError(node, "compares samples with one another", dims)
+        raise MixedError(node, COMPARES, dims)
     return dims
 
 
@@ -85,7 +133,7 @@ def _scaled(samples: Samples, node: fx.Node, dims: Dims) -> Value:
                 dims,
             )
         raise MixedError(node, "multiplies or divides sums over a batch", dims)
-    why = first.why or _may_be_count(samples, node, first, second, is_division)
+    why = first.why or _may_be_count(samples, node.args[1], first, second, is_division)
     sign = -1 if is_division else 1
     (shift,) = second.degrees if len(second.degrees) == 1 else (0,)
     degrees = frozenset(degree + sign * shift for degree in first.degrees)
@@ -107,11 +155,8 @@ def _scaled(samples: Samples, node: fx.Node, dims: Dims) -> Value:
     )
 
 
-def _may_be_count(
-    samples: Samples, node: fx.Node, value: Value, by: Value, is_division: bool
-) -> str:
+def _may_be_count(samples: Samples, number: Any, value: Value, by: Value, is_division: bool) -> str:
     """Say why a number that a sum is scaled by may be a count of this rank's batch."""
-    number = node.args[1]
     if 1 not in value.degrees or by.kind != Kind.SAME:
         return ""
     if isinstance(number, fx.Node):
@@ -119,16 +164,32 @@ def _may_be_count(
         return given if by.is_given else ""
     if isinstance(number, bool) or number in (0, 1):
         return ""
-    inverse = number if is_division else 1 / number
-    whole = round(abs(inverse))
-    is_whole = abs(abs(inverse) - whole) < 1e-6 * abs(inverse)
-    is_size = is_whole and any(size > 1 and whole % size == 0 for size in samples.sizes)
-    if is_division or is_size:
+    inverse = _inverse(number, is_division)
+    if is_division or _is_size(samples, inverse):
         return f"divides a sum over the batch by the number {inverse:g}"
     return ""
 
 
-def added(samples: Samples, node: fx.Node, dims: Dims, inputs: Iterable[Value]) -> Value:
+def _inverse(number: float, is_division: bool) -> float:
+    """Return what ``x / number`` or ``x * number`` divides by; no number of samples for zero."""
+    return number if is_division else 1 / number if number else 0.0
+
+
+def _is_size(samples: Samples, number: float) -> bool:
+    """Return whether a number may be how many samples there are, or how many elements."""
+    whole = round(abs(number))
+    is_whole = whole > 0 and abs(abs(number) - whole) < 1e-6 * abs(number)
+    return is_whole and any(size > 1 and whole % size == 0 for size in samples.sizes)
+
+
+def added(
+    samples: Samples, node: fx.Node, dims: Dims, inputs: Iterable[Value], terms: Sequence[Any]
+) -> Value:
+    """A sum of ``terms``, of which the ``inputs`` are known.
+
+    What is the same on all ranks is one for all of them: no sum over their samples grows with it.
+    """
+    has_constant = any(map(partial(_is_constant, samples), terms))
     inputs = [value for value in inputs if value.kind != Kind.SAME]
     kinds = {value.kind for value in inputs}
     degrees = frozenset().union(*(value.degrees for value in inputs))
@@ -136,12 +197,36 @@ def added(samples: Samples, node: fx.Node, dims: Dims, inputs: Iterable[Value]) 
         is_marked = all(value.is_marked for value in inputs)
         return Value(Kind.COUNT, dims, degrees, is_marked=is_marked)
     if kinds <= {Kind.TOTAL, Kind.COUNT}:
-        doubtful = next((value for value in inputs if value.why), None)
+        if has_constant:
+            degrees |= {0}
+        of_number = doubtful(inputs)
         total = Value(Kind.TOTAL, dims, degrees)
-        return replace(doubtful, dims=dims, degrees=degrees) if doubtful else total
+        return replace(of_number, dims=dims, degrees=degrees) if of_number else total
     if kinds == {Kind.SAMPLES}:
         return Value(Kind.SAMPLES, dims, degrees, is_scaled=True)
     raise MixedError(node, "adds what is of the whole batch to what is of samples", dims)
+
+
+TINY = 1e-6
+"""The most that a number may be that keeps divisors from zero."""
+
+
+def _is_constant(samples: Samples, term: Any) -> bool:
+    """Return whether a term is the same on all ranks, and not zero or tiny."""
+    if not isinstance(term, fx.Node):
+        return isinstance(term, (int, float)) and abs(term) > TINY
+    if samples.of(term).kind != Kind.SAME:
+        return False
+    fills = {
+        "zeros": 0.0,
+        "zeros_like": 0.0,
+        "full": term.args[1:2],
+        "scalar_tensor": term.args[:1],
+    }
+    filled_with = fills.get(name_of(term))
+    if isinstance(filled_with, tuple):
+        filled_with = filled_with[0] if filled_with else None
+    return not (isinstance(filled_with, (int, float)) and abs(filled_with) <= TINY)
 
 
 def _is_factor(value: Value) -> bool:

@@ -38,7 +38,8 @@ def _reduced_by(
             raise MixedError(node, f"takes the {name} over the samples of a batch", dims)
         is_count = value.is_data and not value.is_scaled
         degrees = frozenset(degree + 1 for degree in value.degrees)
-        return Value(Kind.COUNT if is_count else Kind.TOTAL, dims, degrees)
+        kind = Kind.COUNT if is_count else Kind.TOTAL
+        return Value(kind, dims, degrees, culprit=value.culprit, why=value.why)
     if value.is_linear and name not in ("sum", "mean"):
         raise MixedError(node, NOT_LINEAR, dims)
     return replace(value, dims=dims)

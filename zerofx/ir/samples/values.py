@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
 
 from torch import fx
 
@@ -15,6 +17,12 @@ Span = tuple[int, int]
 
 Dims = tuple[Span | None, ...]
 """Of each dimension how it counts samples; None if it does not."""
+
+
+Part = tuple[Fraction, Fraction]
+"""Where a part of the batch's samples begins and ends."""
+
+WHOLE: Part = (Fraction(0), Fraction(1))
 
 
 class Kind(StrEnum):
@@ -41,7 +49,8 @@ class Value:
     ``is_data``: no parameter has to do with it.  ``is_marked``: a count that capture knows to be
     divided by.  ``is_given``: a number that the step is called with is in it.  ``culprit``
     is the node that made a ``MIXED`` one, and ``why`` what is wrong; of a sum that is divided by
-    nothing yet, the node that scales it by a number which may be a count.
+    nothing yet, or of its terms, the node that scales it by a number which may be a count.
+    ``part`` says which of the batch's samples these are.
     """
 
     kind: Kind
@@ -53,6 +62,7 @@ class Value:
     is_given: bool = False
     culprit: fx.Node | None = None
     why: str = ""
+    part: Part = WHOLE
 
     @property
     def is_plain(self) -> bool:
@@ -76,8 +86,31 @@ class MixedError(Exception):
 NOT_LINEAR = "computes something that is not linear of a batch's sums"
 """Why most rules give up."""
 
+COMPARES = "compares samples with one another"
+MIXES = "mixes the samples of a batch"
+
 ONE = frozenset({1})
 """The powers of a batch's size that a sum grows with."""
+
+
+def doubtful(values: Iterable[Value]) -> Value | None:
+    """Return the first value that is scaled by a number which may be a count."""
+    return next((value for value in values if value.why), None)
+
+
+def parts_of(values: Iterable[Value]) -> list[Part]:
+    """Return the parts of the batch that values are of, in order."""
+    return sorted({value.part for value in values if any(value.dims)})
+
+
+def check_parts(node: fx.Node, values: Iterable[Value], dims: Dims) -> None:
+    """Raise MixedError where samples meet their neighbours: where parts of the batch overlap.
+
+    Halves may be compared, as of pairs that a batch has one behind the other.
+    """
+    for one, other in itertools.pairwise(parts_of(values)):
+        if one[1] > other[0]:
+            raise MixedError(node, COMPARES, dims)
 
 
 def first_of(spans: Iterable[Span | None]) -> Span | None:

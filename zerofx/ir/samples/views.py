@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from fractions import Fraction
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from zerofx.ir.samples.nodes import is_whole_number, name_of, shape_of, sources_of
+from zerofx import compat
+from zerofx.ir.samples.nodes import (
+    argument_of,
+    is_whole_number,
+    name_of,
+    shape_of,
+    sizes_of,
+    sources_of,
+)
 from zerofx.ir.samples.pointwise import added
 from zerofx.ir.samples.values import (
+    COMPARES,
     NOT_LINEAR,
     Dims,
     Kind,
@@ -73,13 +85,55 @@ def selected(samples: Samples, node: fx.Node) -> Value:
     return replace(value, dims=(*value.dims[:at], *value.dims[at + 1 :]))
 
 
-def same_dims(samples: Samples, node: fx.Node) -> Value:
+def cut(samples: Samples, node: fx.Node) -> Value | list[Value]:
+    """``slice``, ``split`` and ``split_with_sizes``: of samples, a part of the batch."""
     value = samples.of(node.args[0])
-    others = list(map(samples.of, sources_of(node)))
-    mixed = next((other for other in others if other.kind == Kind.MIXED), None)
-    if mixed is not None:
-        return replace(mixed, dims=value.dims)
-    return value
+    at = (argument_of(node, "dim") or 0) % max(len(value.dims), 1)
+    if value.kind != Kind.SAMPLES or not value.dims[at]:
+        return value
+    size = shape_of(node.args[0])[at]
+    if name_of(node) == "slice":
+        step = argument_of(node, "step")
+        if step not in (1, None):
+            return value
+        start = min(max(_within_size(argument_of(node, "start") or 0, size), 0), size)
+        return _part(value, start, start + shape_of(node)[at], size)
+    found, start = [], 0
+    for part in node.meta["val"]:
+        length = sizes_of(part)[at]
+        found.append(_part(value, start, start + length, size))
+        start += length
+    return found
+
+
+def _within_size(place: Any, size: int) -> int:
+    place = compat.aot.size_hint(place)
+    return place + size if place < 0 else place
+
+
+def _part(value: Value, start: int, end: int, size: int) -> Value:
+    begin, length = value.part[0], value.part[1] - value.part[0]
+    of_all = max(size, 1)
+    places = begin + length * Fraction(start, of_all), begin + length * Fraction(end, of_all)
+    return replace(value, part=places)
+
+
+def written(samples: Samples, node: fx.Node) -> Value:
+    """``slice_scatter`` and ``select_scatter``: a part of one tensor is another."""
+    into, source = map(samples.of, node.args[:2])
+    at = (argument_of(node, "dim") or 0) % max(len(into.dims), 1)
+    given = source.dims
+    if name_of(node) == "select_scatter":
+        given = (*given[:at], None, *given[at:])
+    dims = tuple(map(first_of, zip(into.dims, given, strict=True)))
+    for value in (into, source):
+        if value.kind == Kind.MIXED:
+            return replace(value, dims=dims)
+    if dims[at] and shape_of(node.args[1])[at : at + 1] != shape_of(node)[at : at + 1]:
+        raise MixedError(node, "writes to a part of the batch by itself", dims)
+    if into.is_plain and source.is_plain:
+        return Value(Kind.SAMPLES, dims)
+    return added(samples, node, dims, [into, source], node.args[:2])
 
 
 def unbound(samples: Samples, node: fx.Node) -> Value:
@@ -108,7 +162,7 @@ def joined(samples: Samples, node: fx.Node) -> Value:
         return replace(mixed, dims=dims)
     if all(value.is_plain for value in values):
         return Value(Kind.SAMPLES, dims)
-    return added(samples, node, dims, values)
+    return added(samples, node, dims, values, sources)
 
 
 def embedded(samples: Samples, node: fx.Node) -> Value:
@@ -127,6 +181,8 @@ def gathered(samples: Samples, node: fx.Node) -> Value:
         return replace(value, dims=dims)
     if value.is_linear:
         raise MixedError(node, NOT_LINEAR, dims)
+    if indices.dims[at] and any(value.dims):
+        raise MixedError(node, COMPARES, dims)
     if value.dims[at] or indices.kind not in (Kind.SAME, Kind.SAMPLES):
         raise MixedError(node, "looks up other samples", dims)
     return replace(value, kind=Kind.SAMPLES, dims=dims)
@@ -144,6 +200,10 @@ def indexed(samples: Samples, node: fx.Node) -> Value:
     rest = [span for at, span in enumerate(value.dims) if at not in used]
     is_together = used == list(range(used[0], used[-1] + 1))
     begin = sum(at not in used for at in range(used[0])) if is_together else 0
+    if is_reordered and any(map(partial(_is_selection, samples, node.args[0]), indices)):
+        raise MixedError(node, "takes samples that others decide on", (None,) * len(shape_of(node)))
+    if any(rest) and any(picked):
+        raise MixedError(node, COMPARES, (*rest[:begin], *picked, *rest[begin:]))
     if is_reordered and picked:  # samples in another order
         picked[0] = picked[0] or (1, shape_of(node)[begin])
     dims = (*rest[:begin], *picked, *rest[begin:])
@@ -152,6 +212,21 @@ def indexed(samples: Samples, node: fx.Node) -> Value:
     if value.kind == Kind.SAME:
         return Value(Kind.SAMPLES, dims)
     return replace(value, dims=dims)
+
+
+def _is_selection(samples: Samples, of: fx.Node, index: fx.Node | None) -> bool:
+    """Return whether an index picks fewer samples than there are, by what all of them have made.
+
+    Sorted by their experts, tokens are all there.
+    """
+    if index is None or (found := samples.of(index)).kind != Kind.MIXED or not found.culprit:
+        return False
+    is_of_best = name_of(found.culprit) in ("topk", "kthvalue", "max", "min", "argmax", "argmin")
+    return is_of_best or _elements(index) < max(shape_of(of), default=0)
+
+
+def _elements(node: fx.Node) -> int:
+    return math.prod(shape_of(node))
 
 
 def scattered(samples: Samples, node: fx.Node) -> Value:
@@ -169,8 +244,10 @@ def scattered(samples: Samples, node: fx.Node) -> Value:
     if any(value.is_linear for value in (into, *given)):
         raise MixedError(node, NOT_LINEAR)
     dims = into.dims
+    by = next((one for one in node.args[1:] if isinstance(one, fx.Node)), None)
+    is_by_data = by is not None and samples.of(by).is_data and any(samples.of(by).dims)
     if not any(dims) and shape:
-        if shape[at] not in samples.sizes:
+        if shape[at] not in samples.sizes or (is_by_data and is_whole_number(by)):
             raise MixedError(node, "adds up samples by their values", dims)
         dims = tuple((1, n) if place == at else None for place, n in enumerate(shape))
     return Value(Kind.SAMPLES, dims)
