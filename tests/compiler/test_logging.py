@@ -165,6 +165,59 @@ def test_the_line_is_gone_after_a_compilation_that_ends_early(terminal, program,
     assert terminal.line == "" and "(0 of 2)" in "".join(terminal.lines)
 
 
+class Silent:
+    """Takes what is written, and has no word on what it is: as some notebooks' do."""
+
+    def write(self, text):
+        return len(text)
+
+
+class Gone(Terminal):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def closed():
+    stream = Terminal()
+    stream.close()
+    return stream
+
+
+class ClosedLater(Terminal):
+    """Is closed while the line is written."""
+
+    def write(self, text):
+        self.close()
+        return super().write(text)
+
+
+@pytest.mark.parametrize("stream", (None, Silent(), closed(), Gone(), ClosedLater()))
+def test_what_is_no_terminal_stops_no_training(stream, terminal, monkeypatch):
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=stream))
+    call = progress.FirstCall(time.perf_counter())
+    call.show()
+    with call.part("passes"):
+        time.sleep(0.02)
+    call.end()
+    assert not raised
+
+
+def test_a_line_that_is_written_while_a_part_begins_has_its_seconds():
+    call, read = progress.FirstCall(time.perf_counter()), []
+
+    class UnderWay(list):
+        def append(self, name):
+            super().append(name)
+            read.append(call._words())
+
+    call._under_way = UnderWay(call._under_way)
+    with call.part("passes"):
+        pass
+    assert read == ["zerofx compiles a step: passes 0 s (Dynamo 0)"]
+
+
 @pytest.mark.parametrize("why", ("another rank", "no terminal", "it is quick"))
 def test_nothing_is_shown(why, terminal, monkeypatch):
     if why == "another rank":

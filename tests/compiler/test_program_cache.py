@@ -13,6 +13,8 @@ import multiprocessing
 import os
 import pickle
 import random
+import subprocess
+import sys
 import time
 from unittest import mock
 
@@ -27,10 +29,12 @@ from tests.kit.covering import only
 from tests.kit.ranks import ranks_fixture, start  # noqa: F401
 from tests.kit.step_forms.form import FORMS, step_with
 from tests.kit.step_forms.training import built, rank_and_world_size, run, state_of, zero
-from zerofx import backend, compat
-from zerofx.capture import substitutes
+from zerofx import backend, compat, hardware
+from zerofx.capture import step, substitutes
 from zerofx.compat import compile_cache
 from zerofx.compiler.program import Program
+from zerofx.ir import key as program_key
+from zerofx.ir.mesh import Mesh
 from zerofx.runtime.comm import measure
 
 STEPS = 3
@@ -137,6 +141,27 @@ def test_ranks_share_what_they_captured_and_have_programs_of_their_own(
     assert len(kept) == num_programs * 3  # what was captured, and of it a program for each rank
 
 
+def in_folders(shared: str, own: tuple[str, str], lowering: str) -> list[Start]:
+    """Train with a folder that ranks share, and then with this rank's own."""
+    starts = []
+    for folder in (shared, own[rank_and_world_size()[0]]):
+        with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
+            starts.append(started(train_form, "plain", 3, lowering=lowering))
+    return starts
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.parametrize("lowering", only(("eager",), ("eager", "inductor")))
+@pytest.mark.parametrize("empty", (0, 1))
+def test_a_rank_whose_folder_is_empty_compiles_what_others_find(empty, lowering, ranks, tmp_path):  # noqa: F811
+    full, new = str(tmp_path / "full"), str(tmp_path / "empty")
+    own = (new, full) if empty == 0 else (full, new)
+    found = ranks(2).run(in_folders, full, own, lowering, timeout_s=300.0)
+    for rank, (first, second) in enumerate(found):
+        assert_alike(first.results, second.results)
+        assert bool(second.traced) == bool(second.ran_passes) == (rank == empty)
+
+
 def with_figures(folder: str, kept: bool) -> list[tuple]:
     found = []
     with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder, "ZEROFX_HARDWARE": ""}):
@@ -158,6 +183,73 @@ def test_figures_of_the_last_day_are_not_measured_again(ranks, kept, tmp_path): 
     ):
         assert (times, times_then) == (1, 0 if kept else 1)
         assert figures == figures_then or not kept
+
+
+class OneRank:
+    """Stands for a group of one rank that measures."""
+
+    mesh, world_size, group, rank = Mesh.flat(1), 1, None, 0
+
+    def __init__(self, backend="cpu:gloo", peers=True):
+        self.backend, self.peers = backend, peers
+
+    def parts(self):
+        return [self]
+
+    def takes_pieces(self, like):
+        return self.peers
+
+    def gather_whole(self, tensor):
+        return tensor
+
+
+def times_measured(communicator=None) -> int:
+    """How often a rank measures whose group this is."""
+    communicator = communicator or OneRank()
+    with (
+        mock.patch.object(measure, "Communicator", lambda group: communicator),
+        mock.patch.object(measure.dist, "get_backend_config", lambda group: communicator.backend),
+        mock.patch.object(measure, "own_figures", return_value=hardware.NOMINAL) as own,
+    ):
+        measure._measure(communicator, torch.device("cpu"), is_kept=True)
+    return own.call_count
+
+
+def test_figures_are_those_of_a_backend_and_of_peer_memory():
+    others = [OneRank(), OneRank(peers=False), OneRank(backend="cpu:mpi")]
+    assert [times_measured(one) for one in others] == [1, 1, 1]
+    assert [times_measured(one) for one in others] == [0, 0, 0]
+
+
+def test_figures_are_those_of_one_version_of_the_package(monkeypatch):
+    assert (times_measured(), times_measured()) == (1, 0)
+    with monkeypatch.context() as another:
+        another.setattr(measure, "described_package", lambda: "another version")
+        assert times_measured() == 1
+    assert times_measured() == 0
+    monkeypatch.setattr(program_key, "_IMPORTED_S", 0.0)
+    program_key.described_package.cache_clear()
+    assert (times_measured(), times_measured()) == (1, 1)
+
+
+class Unreadable:
+    def __setstate__(self, state):
+        raise AttributeError("of another version")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"no pickle", pickle.dumps(None), pickle.dumps((1.0, 2)), "an object"]
+)
+def test_figures_that_cannot_be_read_are_measured(data, folder):
+    assert times_measured() == 1
+    (path,) = folder.iterdir()
+    if data == "an object":
+        unreadable = Unreadable()
+        unreadable.state = 1
+        data = pickle.dumps((time.time(), unreadable))
+    compile_cache.keep(path.name, data)
+    assert times_measured() == 1
+    assert times_measured() == 0
 
 
 # Near misses: another step than the one before, by a little.
@@ -279,6 +371,14 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
+@contextlib.contextmanager
+def closing_over(function, name, value):
+    cell = function.__closure__[function.__code__.co_freevars.index(name)]
+    own, cell.cell_contents = cell.cell_contents, value
+    yield
+    cell.cell_contents = own
+
+
 def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
@@ -349,6 +449,20 @@ NEAR_MISSES = {
         "around": lambda: mock.patch.object(torch._C._nn, "silu", torch._C._nn.gelu),
         **tiny(act=F.silu),
     },
+    "an operator of tensors": {
+        "around": lambda: mock.patch.object(torch.Tensor, "__mul__", torch.Tensor.add),
+    },
+    "a default": {
+        "around": lambda: mock.patch.object(F.mse_loss, "__defaults__", (None, None, "sum", None)),
+    },
+    "what a function closes over": {
+        "around": lambda: closing_over(F.max_pool1d, "if_false", F.avg_pool1d),
+        **tiny(act=lambda x: F.max_pool1d(x, 3, 1, 1)),
+    },
+    "a partial's keyword": {
+        "around": of_torch("gelu", functools.partial(F.leaky_relu, negative_slope=0.5)),
+        **tiny(act=lambda x: F.gelu(x)),
+    },
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "no buckets": {"bucket": False},
@@ -384,6 +498,90 @@ def test_a_near_miss_is_none_of_the_plain_step(name, of_the_plain_step, monkeypa
     assert_alike(plain, again.results)
 
 
+def described_functional() -> str:
+    return program_key.described_code([F])
+
+
+def test_what_functions_keep_is_told():
+    """By its values and by its names; and no text is that of the functions as they are."""
+    texts = [described_functional()]
+    for value in (torch.Tensor.add, torch.Tensor.sub, functools.partial(torch.add, alpha=2)):
+        with mock.patch.object(torch.Tensor, "__mul__", value):
+            texts.append(program_key.described_code([torch]))
+    for value in ((None, None, "sum", None), (None, None, "mean", 1.0)):
+        with mock.patch.object(F.mse_loss, "__defaults__", value):
+            texts.append(described_functional())
+    named = F.triplet_margin_with_distance_loss.__kwdefaults__
+    for changed in ({"margin": 2.0}, {"swap": True}, {"other": 1.0}):
+        with mock.patch.object(
+            F.triplet_margin_with_distance_loss, "__kwdefaults__", named | changed
+        ):
+            texts.append(described_functional())
+    recursive: list = [1]
+    recursive.append(recursive)
+    for value in (
+        *(1, 1.0, "1", None, F.relu, F.relu6, torch.relu, torch.float16, torch.float32, torch),
+        *([1], (1,), {1}, {1: 2}, recursive, [1, [1, []]], nn.Linear, nn.Linear(1, 1)),
+        *(nn.Linear(1, 2), functools.partial(F.relu, 1), functools.partial(F.relu, input=1)),
+        functools.partial(F.relu, inplace=1),
+    ):
+        with closing_over(F.max_pool1d, "default", value):
+            texts.append(described_functional())
+    assert len(set(texts)) == len(texts)
+    assert described_functional() == texts[0]
+
+
+def test_a_function_of_the_users_that_one_of_torchs_keeps_has_no_text():
+    for value in (another_gelu, [another_gelu], functools.partial(another_gelu, 1), Doubled.apply):
+        with closing_over(F.max_pool1d, "default", value), pytest.raises(program_key.NoKeyError):
+            described_functional()
+
+
+def test_a_file_of_the_package_that_has_changed_since_it_was_imported_has_no_text(monkeypatch):
+    try:
+        program_key.described_package.cache_clear()
+        monkeypatch.setattr(
+            program_key, "_IMPORTED_S", os.stat(program_key.__file__).st_ctime - 1.0
+        )
+        with pytest.raises(program_key.NoKeyError, match="has changed since it was imported: .*py"):
+            program_key.described_package()
+    finally:
+        program_key.described_package.cache_clear()
+
+
+@pytest.mark.slow(reason="steps are compiled")
+def test_nothing_is_kept_of_a_package_that_has_changed(monkeypatch, folder, caplog):
+    def changed():
+        raise program_key.NoKeyError("a file that has changed since it was imported: a.py")
+
+    monkeypatch.setattr(step, "described_package", changed)
+    with caplog.at_level(logging.INFO, "zerofx"):
+        assert started(train_tiny).traced
+    assert not folder.exists()
+    assert "a start after this one captures the step anew: it has a file that" in caplog.text
+
+
+A_START = """
+import pickle, sys
+from tests.compiler.test_program_cache import started, train_tiny
+print(pickle.dumps(started(train_tiny)).hex())
+"""
+
+
+@pytest.mark.nightly
+def test_a_start_in_a_process_that_hashes_otherwise_takes_what_is_kept(folder):
+    found = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        told = subprocess.run(
+            [sys.executable, "-c", A_START], env=environment, stdout=subprocess.PIPE, check=True
+        )
+        found.append(pickle.loads(bytes.fromhex(told.stdout.decode())))
+    first, second = found
+    assert first.traced and (second.traced, second.ran_passes) == (0, 0)
+    assert_alike(first.results, second.results)
+
+
 def test_there_are_many_near_misses():
     assert len(NEAR_MISSES) >= 50
 
@@ -395,6 +593,37 @@ def test_other_options_take_what_was_captured():
     other = started(train_tiny, stage=1, bucket=False)
     assert (other.traced, other.ran_passes) == (0, 1)
     assert_alike(expected.results, other.results)
+
+
+class WideHead(Tiny):
+    """Its head is in float32, whatever is around it."""
+
+    def __init__(self):
+        super().__init__(width=2)
+
+    def forward(self, x):
+        y = torch.tanh(self.body(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.head(y.float())
+
+
+def dtypes_of_the_last_program() -> list[tuple]:
+    function = max(backend.zero.functions, key=lambda function: function.number)
+    nodes = function.programs[-1].gm.graph.nodes
+    return [(node.name, getattr(node.meta.get("val"), "dtype", None)) for node in nodes]
+
+
+@pytest.mark.slow(reason="steps are compiled")
+def test_passes_compute_without_the_autocast_around_what_was_captured():
+    loss = lambda m, x, y: F.cross_entropy(m(x), y.argmax(-1))  # noqa: E731
+    step = {"model": WideHead, "loss": loss, "around": autocast, "chunk_loss": 2}
+    started(train_tiny, **step, stage=1)
+    expected = started(train_tiny, **step, is_kept=False)
+    program = dtypes_of_the_last_program()
+    other = started(train_tiny, **step)
+    assert (other.traced, other.ran_passes) == (0, 1)
+    assert_alike(expected.results, other.results)
+    assert dtypes_of_the_last_program() == program
 
 
 @pytest.mark.slow(reason="steps are compiled")
@@ -449,6 +678,25 @@ def test_a_folder_that_takes_nothing_is_said_once(fails, folder, caplog, monkeyp
     assert len(said) == 1
     if fails == "full":
         assert "No space left on device" in said[0] and not list(folder.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_a_miss_and_said_once(tmp_path, caplog, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(compile_cache, "_failed", set())
+    with caplog.at_level(logging.WARNING, "zerofx"):
+        for _ in range(2):
+            assert compile_cache.kept("key") is None
+            compile_cache.keep("key", b"contents")
+    (said,) = (record.message for record in caplog.records)
+    assert "compiled anew" in said and "Not a directory" in said
+
+
+def test_a_folder_that_is_only_read_has_what_is_kept(monkeypatch):
+    compile_cache.keep("key", b"contents")
+    read_only = OSError(errno.EROFS, "Read-only file system")
+    monkeypatch.setattr(compile_cache.os, "utime", mock.Mock(side_effect=read_only))
+    assert compile_cache.kept("key") == b"contents"
 
 
 @pytest.mark.slow(reason="steps are compiled")

@@ -1,5 +1,6 @@
 """What a program becomes when it is compiled: regions, and whose memory they may use."""
 
+import contextlib
 import operator
 import weakref
 from unittest import mock
@@ -357,6 +358,51 @@ def test_a_region_is_compiled_twice_however_many_sizes_come(loss_of, monkeypatch
     torch.testing.assert_close(trained(loss_of, noted()), trained(loss_of, batches, compiles=False))
     assert 0 == counts[0] < counts[1] < counts[2] == counts[7], counts
     assert compiled[0] is not compiled[counts[1]], "the second time in symbols"
+
+
+@pytest.fixture
+def sine(monkeypatch):
+    """Return what makes one region of ``sin``, compiled by nothing that takes time."""
+    monkeypatch.setattr(CompiledRegion, "_known", {})
+    monkeypatch.setattr(
+        compat.inductor, "compile_with_inductor", lambda gm, inputs, donated: gm.forward
+    )
+
+    def made():
+        graph = fx.Graph()
+        value = graph.call_function(operator.getitem, (graph.placeholder("values"), 0))
+        value.meta["val"] = torch.ones(2)
+        graph.output((graph.call_function(aten.sin.default, (value,)),))
+        return CompiledRegion(fx.GraphModule({}, graph), [])
+
+    return made
+
+
+def test_equal_regions_with_inputs_of_other_dtypes_are_compiled_apart(sine):
+    for dtype in (torch.float32, torch.float64, torch.float32, torch.float64):
+        sine()([torch.ones(2, dtype=dtype)])
+    assert len(sine().compiled) == 2
+
+
+@pytest.mark.parametrize("setting", ["deterministic", "threads", "inductor"])
+def test_what_was_compiled_with_other_settings_is_not_taken(setting, sine):
+    one = sine()
+    one.compile_ahead()
+    assert not sine().is_to_compile
+    threads = torch.get_num_threads()
+    with contextlib.ExitStack() as stack:
+        if setting == "deterministic":
+            torch.use_deterministic_algorithms(True)
+            stack.callback(torch.use_deterministic_algorithms, False)
+        elif setting == "threads":
+            torch.set_num_threads(threads + 1)
+            stack.callback(torch.set_num_threads, threads)
+        else:
+            stack.enter_context(torch._inductor.config.patch(epilogue_fusion=False))
+        other = sine()
+        assert other.is_to_compile
+        assert other.text == one.text, "which ranks call it by"
+    assert not sine().is_to_compile
 
 
 def test_what_inductor_has_assumed_of_sizes_is_checked():

@@ -7,14 +7,12 @@ so that passes never guess which tensor is a gradient.
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ from zerofx.ir.key import (
     described,
     described_code,
     described_graph,
+    described_package,
     described_tensor,
     key_of,
 )
@@ -245,7 +244,9 @@ class StepCapture:
         found = compat.compile_cache.kept(key) if key else None
         if found is not None:
             updated, around, program = pickle.loads(found)
-            return around.run(compiler(step(partial(_unpacked, program), updates=updated)))
+            with compat.aot.without_autocast()():
+                compiled = compiler(step(partial(_unpacked, program), updates=updated))
+            return around.run(compiled)
 
         def on_aten(gm: fx.GraphModule, _fake_inputs) -> Callable:
             nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -287,7 +288,7 @@ def _code() -> str:
         for name, module in list(sys.modules.items())
         if name.startswith(_COMPILING) and module is not None
     ]
-    return key_of(_files(), described_code([*modules, *compat.aot.modules_traced()]))
+    return key_of(described_package(), described_code([*modules, *compat.aot.modules_traced()]))
 
 
 _COMPILING = tuple(
@@ -298,19 +299,6 @@ _COMPILING = tuple(
 
 All of their modules are imported with the backend.
 """
-
-
-@cache
-def _files() -> str:
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    # Two of the packages are links.
-    paths = sorted(
-        os.path.join(folder, name)
-        for folder, _, names in os.walk(root, followlinks=True)
-        for name in names
-        if name.endswith(".py")
-    )
-    return key_of(sys.version, *(Path(path).read_text(encoding="utf-8") for path in paths))
 
 
 def _kept_for(tensor: torch.Tensor) -> nn.Parameter | None:

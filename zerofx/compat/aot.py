@@ -176,21 +176,26 @@ class Around:
 
     def run(self, program: Callable[[list[Any]], list[Any]]) -> Callable:
         """Return what AOTAutograd would make of a program; without autocast, if it is on now."""
-        is_cast = torch._C._is_any_autocast_enabled()
-        without_autocast = torch._C._DisableAutocast if is_cast else contextlib.nullcontext
+        not_cast = without_autocast()
 
         def run(*inputs: Any) -> list[Any]:
             values = list(inputs)
             own = [(result, values[position]) for result, position in self.given]
             torch.autograd.graph.increment_version([values[at] for at in self.written])
             del inputs
-            with torch.no_grad(), without_autocast():
+            with torch.no_grad(), not_cast():
                 results = program(values)
             for result, value in own:
                 results[result] = value
             return results
 
         return run
+
+
+def without_autocast() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return what turns autocast off, as AOTAutograd does, if it is on now; and nothing if not."""
+    is_cast = torch._C._is_any_autocast_enabled()
+    return torch._C._DisableAutocast if is_cast else contextlib.nullcontext
 
 
 def around() -> Around | None:

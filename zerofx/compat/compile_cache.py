@@ -27,16 +27,20 @@ _failed: set[str] = set()
 
 def kept(key: str) -> bytes | None:
     """Return what was kept under a key, whole as it was written; None if nothing is there."""
-    path = _path_of(key)
     try:
+        path = _path_of(key)
+    except OSError as error:
+        _say_once("", error)
+        return None
+    with contextlib.suppress(OSError):
         with open(path, "rb") as file:
             digest, data = file.read(_DIGEST), file.read()
-        if hashlib.sha256(data).digest() == digest:
+        if hashlib.sha256(data).digest() != digest:
+            os.unlink(path)
+            return None
+        with contextlib.suppress(OSError):  # a folder that is only read
             os.utime(path)
-            return data
-        os.unlink(path)
-    except OSError:
-        pass
+        return data
     return None
 
 
@@ -46,9 +50,10 @@ def keep(key: str, data: bytes) -> None:
     What is there is whole at any moment: a process that is killed leaves a file of another name.
     Where the folder takes nothing, that is said once, and nothing is kept.
     """
-    path = _path_of(key)
-    folder = os.path.dirname(path)
+    folder = ""  # until it is known
     try:
+        path = _path_of(key)
+        folder = os.path.dirname(path)
         os.makedirs(folder, exist_ok=True)
         _make_room(folder, len(data) + _DIGEST)
         descriptor, unfinished = tempfile.mkstemp(suffix=_UNFINISHED, dir=folder)
@@ -60,9 +65,13 @@ def keep(key: str, data: bytes) -> None:
             os.unlink(unfinished)
             raise
     except OSError as error:
-        if folder not in _failed:
-            _failed.add(folder)
-            logger.warning("programs are compiled anew at the next start: %s", error)
+        _say_once(folder, error)
+
+
+def _say_once(folder: str, error: OSError) -> None:
+    if folder not in _failed:
+        _failed.add(folder)
+        logger.warning("programs are compiled anew at the next start: %s", error)
 
 
 _DIGEST = hashlib.sha256().digest_size

@@ -99,6 +99,7 @@ def whole_step_tracing(
             return  # another thread's compilation, of a function that may not be ours
         begins()
         stack = contextlib.ExitStack()
+        undo.append(stack)  # first: one that raises leaves what has been entered to be put back
         stack.enter_context(
             torch._dynamo.config.patch(
                 trace_autograd_ops=True,
@@ -118,7 +119,6 @@ def whole_step_tracing(
             _backward_past_modes(),
         ):
             stack.enter_context(patch)
-        undo.append(stack)
 
     def on_end(_args: Any) -> None:
         if undo and threading.get_ident() == thread:

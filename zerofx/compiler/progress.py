@@ -42,18 +42,21 @@ class FirstCall:
     def show(self) -> None:
         """Show the line once it takes long, on rank 0 if standard error is a terminal."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        if rank == 0 and sys.stderr is not None and sys.stderr.isatty():
-            self._line = threading.Thread(
-                target=self._write, args=(sys.stderr,), name="zerofx compiles", daemon=True
-            )
-            self._line.start()
+        # Whatever somebody has put in its place: closed, or without a word on what it is.
+        with contextlib.suppress(Exception):
+            if rank == 0 and sys.stderr.isatty():
+                line = threading.Thread(
+                    target=self._write, args=(sys.stderr,), name="zerofx compiles", daemon=True
+                )
+                line.start()
+                self._line = line
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Count the seconds in here for a part, and for no part around it."""
         self._count()
+        self.seconds.setdefault(name, 0.0)  # first: the line may be written meanwhile
         self._under_way.append(name)
-        self.seconds.setdefault(name, 0.0)
         try:
             yield
         finally:
@@ -93,9 +96,10 @@ class FirstCall:
         wait_s = self._begun_s + DELAY_S - time.perf_counter()
         if self._has_ended.wait(max(wait_s, 0.0)):
             return
-        while True:
-            width = shutil.get_terminal_size().columns - 1  # a longer one would begin another line
-            print(f"{CLEAR_LINE}{self._words()[:width]}", end="", file=terminal, flush=True)
-            if self._has_ended.wait(PERIOD_S):
-                break
-        print(CLEAR_LINE, end="", file=terminal, flush=True)
+        with contextlib.suppress(Exception):  # a terminal that is gone takes no line
+            while True:
+                width = shutil.get_terminal_size().columns - 1  # longer, it would begin another
+                print(f"{CLEAR_LINE}{self._words()[:width]}", end="", file=terminal, flush=True)
+                if self._has_ended.wait(PERIOD_S):
+                    break
+            print(CLEAR_LINE, end="", file=terminal, flush=True)

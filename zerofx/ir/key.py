@@ -8,9 +8,11 @@ import hashlib
 import importlib
 import os
 import sys
+import time
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -182,6 +184,30 @@ def described_tensor(tensor: torch.Tensor) -> str:
     )
 
 
+@functools.cache
+def described_package() -> str:
+    """Return what stands for Python and the text of this package's files.
+
+    Raises: NoKeyError if one has changed since it was imported: what runs is not what it says.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    # Two of the packages are links.
+    paths = sorted(
+        Path(folder, name)
+        for folder, _, names in os.walk(root, followlinks=True)
+        for name in names
+        if name.endswith(".py")
+    )
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    for path in paths:  # after they are read
+        if path.stat().st_ctime > _IMPORTED_S:
+            raise NoKeyError(f"a file that has changed since it was imported: {path}")
+    return key_of(sys.version, *texts)
+
+
+_IMPORTED_S = time.time()
+
+
 def described_code(modules: Iterable[types.ModuleType]) -> str:
     """Return text for which functions and plain values modules hold, whoever put them there.
 
@@ -200,28 +226,35 @@ def described_code(modules: Iterable[types.ModuleType]) -> str:
     return key_of(*lines)
 
 
-_NOT_TRACED = ("torch.compile",)
-"""No trace runs it: Lightning puts a function of its own around it."""
+_NOT_TRACED = ("torch.compile", f"{__name__}._IMPORTED_S")
+"""No trace runs the first: Lightning puts a function of its own around it."""
 
 
-def _held(value: Any, module: str, place: str) -> str:
-    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+def _held(value: Any, module: str, place: str, within: tuple[int, ...] = ()) -> str:
+    """Return text for what is at a place of a module, ``within`` what holds it, by identities."""
+    if isinstance(value, types.MethodType):
+        return f"bound {_kept((value.__func__, value.__self__), place, within)}"
+    if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
     elif isinstance(value, property):
         value = value.fget
     elif isinstance(value, functools.cached_property):
         value = value.func
     elif isinstance(value, functools.partial):
-        parts = (value.func, *value.args, *value.keywords.values())
-        return f"partial {[_held(part, module, place) for part in parts]}"
+        return f"partial {_kept((value.func, value.args, value.keywords), place, within)}"
     wrapped = None if isinstance(value, type) else getattr(value, "__dict__", {}).get("__wrapped__")
-    inside = "" if wrapped is None else f" of {_held(wrapped, module, place)}"
+    inside = "" if wrapped is None else f" of {_held(wrapped, module, place, within)}"
     if isinstance(value, types.FunctionType):
         code = value.__code__
         is_generated = code.co_filename == "<string>" and place.rpartition(".")[2].startswith("__")
         if not (is_generated or _is_own(code.co_filename)):
             raise NoKeyError(f"a function of {code.co_filename} in the place of {place}")
-        return f"{value.__module__}.{value.__qualname__} {code.co_firstlineno}{inside}"
+        name = f"{value.__module__}.{value.__qualname__} {code.co_firstlineno}{inside}"
+        cells = tuple(map(_contents, value.__closure__ or ()))
+        beside = (value.__defaults__ or (), value.__kwdefaults__ or {}, cells)
+        if id(value) in within or not any(beside):
+            return name
+        return f"{name} {_kept(beside, place, (*within, id(value), id(wrapped)))}"
     if isinstance(value, type):
         if value.__module__ != module:
             file = getattr(sys.modules.get(value.__module__), "__file__", None)
@@ -231,9 +264,9 @@ def _held(value: Any, module: str, place: str) -> str:
                 raise NoKeyError(f"a class of {value.__module__} in the place of {place}")
             return f"class {value.__module__}.{value.__qualname__}"
         members = (
-            f"{name} {_held(held, module, f'{place}.{name}')}"
+            f"{name} {_held(held, module, f'{place}.{name}', within)}"
             for name, held in sorted(vars(value).items(), key=lambda pair: pair[0])
-            if isinstance(held, types.FunctionType) or not name.startswith("__")
+            if _is_run(held) or not name.startswith("__")
         )
         return "; ".join(members)
     if type(value) in _PLAIN:
@@ -248,6 +281,48 @@ def _held(value: Any, module: str, place: str) -> str:
     return f"a {kind.__module__}.{kind.__qualname__}{inside}"
 
 
+def _kept(value: Any, place: str, within: tuple[int, ...]) -> str:
+    """Return text for what a function keeps: a default, a value that it closes over, an argument.
+
+    Of objects, those attributes count that are plain.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return repr(value)
+    if kind in _TORCH:
+        return f"{kind.__name__} {value}"
+    if isinstance(value, types.ModuleType):
+        return f"module {value.__name__}"
+    if isinstance(value, types.FunctionType):
+        return _held(value, "", place, within)
+    if id(value) in within:
+        return "what it is in"
+    within = (*within, id(value))
+    if kind in (tuple, list):
+        return f"{kind.__name__}[{', '.join(_kept(item, place, within) for item in value)}]"
+    if kind in _UNORDERED:
+        return f"set{{{', '.join(sorted(_kept(item, place, within) for item in value))}}}"
+    if kind is dict:
+        pairs = (f"{_kept(k, place, within)}: {_kept(v, place, within)}" for k, v in value.items())
+        return f"map{{{', '.join(sorted(pairs))}}}"
+    text = _held(value, "", place, within)
+    attributes = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+    plain = sorted(f"{k}={v!r}" for k, v in attributes.items() if type(v) in (*_PLAIN, *_TORCH))
+    return f"{text} {plain}" if plain else text
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
+
+
+def _is_run(member: Any) -> bool:
+    """Return whether a member of a class is run, as a function is, and no text or note on it."""
+    return callable(member) or isinstance(member, (classmethod, property))
+
+
 _KINDS = (
     *("torch", "zerofx", "builtins", "collections", "functools", "operator"),
     *("types", "typing", "typing_extensions"),
@@ -258,7 +333,9 @@ _KINDS = (
 _BUILT_IN = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
     types.WrapperDescriptorType,
+    types.MethodWrapperType,
     types.GetSetDescriptorType,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import platform
@@ -18,9 +19,11 @@ import torch.distributed as dist
 from zerofx import compat
 from zerofx.accelerator import is_accelerator
 from zerofx.hardware import NOMINAL, Hardware, Link, slowest_link, with_links
-from zerofx.ir.key import described, key_of
+from zerofx.ir.key import NoKeyError, described, described_package, key_of
 from zerofx.runtime.comm.agreement import AgreementError, rendezvous
 from zerofx.runtime.comm.communication import Communicator
+
+logger = logging.getLogger("zerofx")
 
 TIMES = 3
 """The number of times that each thing is timed: the fastest counts."""
@@ -122,9 +125,11 @@ def _rounded_link(link: Link) -> Link:
 def _measure(communicator: Communicator, device: torch.device, is_kept: bool) -> Hardware:
     # Communicators of their own: what they send is no step's traffic.
     probe, mesh = Communicator(communicator.group), communicator.mesh
-    name = _name_of(communicator, device)
-    found = compat.compile_cache.kept(name) if is_kept else None
-    measured_s, mine = pickle.loads(found) if found else (-math.inf, NOMINAL)
+    # On all ranks, whatever they keep: it connects them.
+    like = torch.empty(0, device=device)
+    peers = [part.takes_pieces(like) for part in communicator.parts()]
+    name = _name_of(communicator, device, peers) if is_kept else ""
+    measured_s, mine = _kept(name)
     is_new = time.time() - measured_s < LIFE_S
     if probe.gather_whole(torch.tensor([float(is_new)], device=device)).min().item() < 1:
         if mesh.outer:
@@ -133,7 +138,7 @@ def _measure(communicator: Communicator, device: torch.device, is_kept: bool) ->
             mine = figures_of_axes(dict(zip(axes, map(Communicator, groups), strict=True)), device)
         else:
             mine = own_figures(probe, device)
-        if is_kept:
+        if name:
             compat.compile_cache.keep(name, pickle.dumps((time.time(), mine)))
     # By the ranks of all nodes, as all make the same plan.
     numbers = _numbers(mine)
@@ -144,12 +149,34 @@ def _measure(communicator: Communicator, device: torch.device, is_kept: bool) ->
     )
 
 
-def _name_of(communicator: Communicator, device: torch.device) -> str:
-    """Return what a rank's figures are kept under: its place among the ranks, and its machine."""
+def _name_of(communicator: Communicator, device: torch.device, peers: Sequence[bool]) -> str:
+    """Return what a rank's figures are kept under: its place among the ranks, and its machine.
+
+    And the ways they communicate: their backends, and which ``peers`` read each other's memory.
+    Empty if the package's code has changed since it was imported.
+    """
     kind = torch.get_device_module(device).get_device_name() if is_accelerator(device) else ""
     mesh, threads = communicator.mesh, torch.get_num_threads()
+    groups = [part.group for part in communicator.parts()]
+    backends = [str(dist.get_backend_config(group)) for group in groups]
     place = str(torch.__version__), platform.node(), device.type, kind, threads, mesh
-    return key_of(described(place))
+    try:
+        return key_of(described_package(), described((*place, backends, peers)))
+    except (NoKeyError, OSError) as reason:
+        logger.info("a start after this one measures anew: it has %s", reason)
+        return ""
+
+
+def _kept(name: str) -> tuple[float, Hardware]:
+    """Return when figures were measured, and these; at no time if there are none to be read."""
+    found = compat.compile_cache.kept(name) if name else None
+    try:
+        measured_s, figures = pickle.loads(found or b"")
+        if isinstance(measured_s, float) and isinstance(figures, Hardware):
+            return measured_s, figures
+    except Exception:  # whatever it is that some other version has written
+        pass
+    return -math.inf, NOMINAL
 
 
 def _numbers(figures: Hardware) -> list[float]:
