@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainers import as_torchrun
+from zerofx import full_params
 from zerofx.integrations import fabric as of_fabric
 from zerofx.integrations.lightning import ZeroStrategy
 
@@ -88,10 +89,9 @@ def trainer_of(folder, strategy, ranks, **given):
         accelerator="cpu",
         devices=ranks,
         strategy=strategy,
-        gradient_clip_val=MOST,
         default_root_dir=folder,
         **quiet,
-        **{"max_epochs": 2, **given},
+        **{"max_epochs": 2, "gradient_clip_val": MOST, **given},
     )
 
 
@@ -152,6 +152,7 @@ def test_losses_metrics_rates_and_steps_are_those_of_one_process(micro_batches, 
         ({}, {"lowering": "inductor"}),
         ({}, {"loss": "global"}),
         ({"gradient_clip_algorithm": "value"}, {}),
+        ({"gradient_clip_val": -1.0}, {}),
         ({"precision": "64-true"}, {}),
     ),
     ids=str,
@@ -172,6 +173,80 @@ def test_precision_is_that_of_lightning(precision, ranks, tmp_path):  # noqa: F8
         torch.tensor(found[0][0]), torch.tensor(losses), rtol=1e-2, atol=1e-2
     )
     assert found[0][1]["held_out"] == pytest.approx(metrics["held_out"], rel=1e-2)
+
+
+class Penalised(Classifier):
+    """Has a loss of parameters that the optimizer does not have; makes tensors without a dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(2, 2)
+
+    def training_step(self, batch, batch_idx):
+        assert torch.full((), 0.1).dtype == self.net[0].weight.dtype
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return loss + 100 * self.other.weight.square().sum() * torch.tensor(0.1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=1e-1)
+
+
+def weights(kind, folder, strategy, ranks, given):
+    trainer, model = trainer_of(folder, strategy, ranks, max_epochs=1, **given), kind()
+    trainer.fit(model, batches(ROWS // 2 // ranks))
+    with full_params(model):
+        return [parameter.detach().clone() for parameter in model.net.parameters()]
+
+
+def weights_on_rank(kind, folder, given):
+    with as_torchrun():
+        return weights(kind, folder, strategy_of(), _ranks(), given)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", ("32-true", "64-true", "bf16-true"))
+def test_the_norm_is_of_what_the_optimizer_has_and_the_dtype_is_lightnings(
+    precision,
+    ranks,  # noqa: F811
+    tmp_path,
+):
+    given = {"precision": precision}
+    found = ranks(1).run(weights_on_rank, Penalised, str(tmp_path), given, timeout_s=300)[0]
+    close = {"rtol": 2e-2, "atol": 1e-3} if precision == "bf16-true" else CLOSE
+    torch.testing.assert_close(found, weights(Penalised, tmp_path, "auto", 1, given), **close)
+
+
+class Normalised(Classifier):
+    def __init__(self):
+        super().__init__()
+        first = nn.Linear(8, 32, bias=False)  # a bias's gradient would be zero but for rounding
+        self.net = nn.Sequential(first, nn.BatchNorm1d(32), nn.Linear(32, CLASSES))
+
+
+@pytest.mark.nightly
+def test_batch_norms_are_synchronised_as_lightning_is_told(ranks, tmp_path):  # noqa: F811
+    given = {"sync_batchnorm": True}
+    found = ranks(2).run(weights_on_rank, Normalised, str(tmp_path), given, timeout_s=300)[0]
+    expected = weights(Normalised, tmp_path, "auto", 1, {})
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def predict_unequally(folder):
+    with as_torchrun():
+        trainer, model = trainer_of(folder, strategy_of(), _ranks(), max_epochs=1), Classifier()
+        trainer.fit(model, batches(4))
+        five = TensorDataset(torch.zeros(5, 8))
+        with pytest.raises(
+            ValueError, match=r"as many batches as ranks have here, \[\[3\], \[2\]\]"
+        ):
+            trainer.predict(model, DataLoader(five))
+        sampler = DistributedSampler(five, shuffle=False)
+        return len(trainer.predict(model, DataLoader(five, sampler=sampler)))
+
+
+@pytest.mark.nightly
+def test_ranks_predict_as_many_batches_or_say_so(ranks, tmp_path):  # noqa: F811
+    assert ranks(2).run(predict_unequally, str(tmp_path), timeout_s=300) == [3, 3]
 
 
 @pytest.mark.nightly
@@ -244,6 +319,16 @@ class Watches(pl.Callback):
         pass
 
 
+class OwnUpdate(Classifier):
+    def optimizer_step(self, *arguments):
+        super().optimizer_step(*arguments)
+
+
+class Before(pl.Callback):
+    def on_before_backward(self, *arguments):
+        pass
+
+
 class Skips(Classifier):
     def training_step(self, batch, batch_idx):
         return None
@@ -259,6 +344,13 @@ REFUSED = {
     "Looks": (Looks, {}, "Looks.on_after_backward: gradients are nowhere but inside"),
     "Clips": (Clips, {"gradient_clip_val": None}, "Clips.configure_gradient_clipping: gradients"),
     "Watches": (Classifier, {"callbacks": [Watches()]}, "Watches.on_before_optimizer_step: grad"),
+    "OwnUpdate": (OwnUpdate, {}, "OwnUpdate.optimizer_step: gradients are nowhere but inside"),
+    "Before": (Classifier, {"callbacks": [Before()]}, "Before.on_before_backward: gradients are"),
+    "averaged": (
+        Classifier,
+        {"callbacks": [pl.callbacks.StochasticWeightAveraging(1e-2)]},
+        "StochasticWeightAveraging: it averages whole parameters",
+    ),
     "fp16": (Classifier, {"plugins": scaling()}, "precision='16-mixed': bf16-mixed needs no"),
     "Skips": (Skips, {}, "training_step returned None"),
 }
@@ -328,6 +420,76 @@ def with_fabric(rows, precision="32-true", folder=None, then=None):
             with pytest.raises(ValueError, match="leave the filter out"):
                 fabric.save(folder, state, filter={"model": lambda name, value: True})
         return found
+
+
+class Made(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        tenths = torch.full((4,), 0.1)
+        assert tenths.dtype == self.weight.dtype != torch.float32
+        return (x * self.weight + tenths).sum()
+
+
+def loss_of_made(precision):
+    with as_torchrun():
+        strategy = of_fabric.ZeroStrategy()
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision=precision)
+        fabric.launch()
+        module = Made()
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+
+        def step(x):
+            loss = model(x)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        loss = torch.compile(step, backend="zero", options={"lowering": "eager"})(torch.ones(4))
+        return loss.item()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", ("64-true", "bf16-true"))
+def test_fabrics_precision_is_the_default_dtype(precision, ranks):  # noqa: F811
+    (loss,) = ranks(1).run(loss_of_made, precision, timeout_s=300)
+    assert loss == pytest.approx(4.4, rel=2e-3)
+
+
+def several_models(folder):
+    with as_torchrun():
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=of_fabric.ZeroStrategy())
+        fabric.launch()
+
+        def model(value, width=2):
+            made = nn.Linear(width, 2)
+            nn.init.constant_(made.weight, value)
+            return fabric.setup_module(made)
+
+        fabric.save(folder, {"student": model(1.0), "teacher": model(2.0), "epoch": 3})
+        given = {"teacher": model(0.0), "epoch": 0}
+        assert fabric.load(folder, given) == {} and given["epoch"] == 3
+        found = [given["teacher"].weight.mean().item()]
+        with pytest.raises(KeyError, match="no model 'pupil', but .'student', 'teacher'."):
+            fabric.load(folder, {"pupil": model(0.0)})
+        given = {"pupil": model(0.0), "student": model(0.0)}
+        fabric.load(folder, given, strict=False)
+        found += [given[name].weight.mean().item() for name in ("pupil", "student")]
+        rest = torch.load(f"{folder}/{of_fabric.REST}")
+        del rest[of_fabric._MODELS]
+        torch.save(rest, f"{folder}/{of_fabric.REST}")  # as older versions wrote it
+        given = {"first": model(0.0), "second": model(0.0)}
+        fabric.load(folder, given)
+        return [*found, *(given[name].weight.mean().item() for name in ("first", "second"))]
+
+
+@pytest.mark.nightly
+def test_fabrics_models_are_loaded_by_their_names(ranks, tmp_path):  # noqa: F811
+    found = ranks(1).run(several_models, str(tmp_path / "saved"), timeout_s=300)[0]
+    assert found == [2.0, 0.0, 1.0, 1.0, 2.0]
 
 
 def by_hand(rows, epochs=1, precision=torch.float32):

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
+    LlamaForSequenceClassification,
+    Trainer,
     TrainerCallback,
 )
 
@@ -21,11 +24,13 @@ from tests.kit.trainers import (
     as_torchrun,
     built,
     check,
+    logged,
     of_experts,
     rows,
     train_alone,
     train_on_rank,
 )
+from zerofx.errors import StepError
 from zerofx.integrations.transformers import ZeroTrainer
 from zerofx.runtime.memory.pages import return_freed_memory
 
@@ -239,6 +244,94 @@ def test_a_thousand_steps_of_experts_that_a_rank_does_not_use(ranks, tmp_path): 
         check(losses[:20], expected[:20])  # later, another expert may be chosen for rounding
 
 
+CLASSES = 3
+
+
+def classifies():
+    config = built(num_labels=CLASSES, pad_token_id=0).config
+    torch.manual_seed(1)
+    lora = LoraConfig(task_type=TaskType.SEQ_CLS, target_modules=["q_proj"], r=4)
+    model = LlamaForSequenceClassification(config)
+    model.score.register_buffer("scale", torch.full((1,), 2.0))
+    return get_peft_model(model, lora)
+
+
+def train_to_classify(kind, folder, batch, **more):
+    data = [{**row, "labels": number % CLASSES} for number, row in enumerate(rows())]
+    given = arguments(folder, per_device_train_batch_size=batch, optim="sgd", learning_rate=1.0)
+    trainer = kind(classifies(), given, train_dataset=data, **more)
+    trainer.train()
+    trainer.save_model()
+
+
+def classify_on_rank(folder):
+    with as_torchrun():
+        train_to_classify(ZeroTrainer, folder, 3, zero={"lowering": "eager", "stage": 3})
+
+
+@pytest.mark.nightly
+def test_the_modules_that_peft_saves_whole_are_saved(ranks, tmp_path):  # noqa: F811
+    ranks(2).run(classify_on_rank, str(tmp_path / "two"), timeout_s=300)
+    train_to_classify(Trainer, tmp_path / "one", 6)
+    found, expected = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("two", "one")
+    )
+    assert found.keys() == expected.keys() and any("score" in name for name in found)
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def alone(kind, folder, given=None, times=1, **more):
+    """Train, as often, in one process; return what was logged, and what an evaluation says."""
+    if issubclass(kind, ZeroTrainer):
+        more["zero"] = {"lowering": "eager", "stage": 3}
+    settings = arguments(folder, per_device_train_batch_size=6, **(given or {}))
+    trainer = kind(built(), settings, train_dataset=rows(), eval_dataset=rows(8), **more)
+    for _ in range(times):
+        trainer.train()
+    found = logged(trainer, "loss", "grad_norm")
+    return found, [(trainer.evaluate()["eval_loss"], 0.0), (trainer.evaluate()["eval_loss"], 0.0)]
+
+
+@pytest.mark.slow(reason="trains through Trainer, and twice through ZeroTrainer")
+def test_a_second_training_updates_as_trainers_does(tmp_path):
+    found, expected = (alone(kind, tmp_path, times=2) for kind in (ZeroTrainer, Trainer))
+    check(found[0], expected[0])
+    check(found[1], expected[1])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "given", ({"max_grad_norm": -1.0}, {"label_smoothing_factor": 0.1}), ids=str
+)
+def test_alone_it_trains_and_evaluates_as_trainer(given, tmp_path):
+    found, expected = (alone(kind, tmp_path, given) for kind in (ZeroTrainer, Trainer))
+    check(found[0], expected[0])
+    check(found[1], expected[1])
+
+
+def looks(kind):
+    """Return a class whose loss is computed from what it finds outside of the model's forward."""
+
+    class Looks(kind):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            assert not torch.is_autocast_enabled("cpu") and outputs.logits.dtype == torch.float32
+            assert model.config.vocab_size and isinstance(model, nn.Module)
+            loss = outputs.loss + 10 * (outputs.logits @ outputs.logits.mT).square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    return Looks
+
+
+@pytest.mark.nightly
+def test_a_loss_of_ones_own_is_outside_of_autocast_as_trainers_is(tmp_path):
+    given = {"bf16": True, "optim": "sgd"}
+    found, expected = (alone(looks(kind), tmp_path, given) for kind in (ZeroTrainer, Trainer))
+    for each, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(other), rtol=1e-3, atol=1e-4)
+
+
 class Stops(TrainerCallback):
     def __init__(self, at):
         self.at, self.norms = at, []
@@ -268,6 +361,10 @@ REFUSED = {
     "fp16": ({"fp16": True}, "fp16.*bf16=True"),
     "auto_find_batch_size": ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     "8-bit optimizer": ({"optim": "adamw_bnb_8bit"}, "optim.*adamw_bnb_8bit"),
+    "paged optimizer": ({"optim": "paged_adamw_32bit"}, "optim.*paged_adamw_32bit"),
+    "bitsandbytes' Lion": ({"optim": "lion_32bit"}, "optim.*lion_32bit"),
+    "bitsandbytes' AdEMAMix": ({"optim": "ademamix"}, "optim.*ademamix"),
+    "schedule-free": ({"optim": "schedule_free_adamw"}, r"optim.*train\(\) and eval\(\) move"),
     "compiled by Trainer": ({"torch_compile": True}, "torch_compile.*compiled already"),
 }
 
@@ -293,6 +390,72 @@ def test_another_way_to_use_several_devices_is_named_when_it_is_made(name, value
     setattr(given, "_n_gpu" if name == "n_gpu" else name, value)
     with pytest.raises(ValueError, match=f"cannot train with `{name}"):
         ZeroTrainer(built(), given, train_dataset=rows())
+
+
+class Steps(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class Clips(Trainer):
+    def _clip_grad_norm(self, model):
+        return super()._clip_grad_norm(model)
+
+
+@pytest.mark.parametrize(
+    "kind, words", ((Steps, "Steps.training_step"), (Clips, "Clips._clip_grad_norm")), ids=str
+)
+def test_an_override_that_is_never_called_is_refused(kind, words, tmp_path):
+    made = type("Mine", (ZeroTrainer, kind), {})
+    with pytest.raises(ValueError, match=f"Mine cannot train with {words}: .*compute_loss"):
+        made(built(), arguments(tmp_path), train_dataset=rows())
+    known = type("Mine", (ZeroTrainer, kind), {"replaces": (kind,)})
+    known(built(), arguments(tmp_path), train_dataset=rows())
+
+
+class OwnStep(ZeroTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_a_step_of_ones_own_that_updates_nothing_is_an_error(tmp_path):
+    with pytest.raises(StepError, match=r"has to call super\(\)\.training_step"):
+        OwnStep(built(), arguments(tmp_path), train_dataset=rows()).train()
+
+
+class Saves(ZeroTrainer):
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        Path(output_dir, "note.txt").write_text("mine")
+
+
+def test_what_is_saved_beside_the_model_is_saved(tmp_path):
+    Saves(built(), arguments(tmp_path), train_dataset=rows()).save_model()
+    assert {"note.txt", "config.json", "model.safetensors"} <= {f.name for f in tmp_path.iterdir()}
+
+
+class MovesToEvaluate(torch.optim.SGD):
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+def test_an_optimizer_that_moves_parameters_to_evaluate_is_refused(tmp_path):
+    model = built()
+    given = {"optimizers": (MovesToEvaluate(model.parameters()), None), "train_dataset": rows()}
+    with pytest.raises(ValueError, match=r"MovesToEvaluate: train\(\) and eval\(\) move whole"):
+        ZeroTrainer(model, arguments(tmp_path), **given).train()
+
+
+def test_adapters_that_transformers_has_added_are_refused(tmp_path):
+    model = built()
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"give peft\.get_peft_model\(model, config\) instead"):
+        ZeroTrainer(model, arguments(tmp_path), train_dataset=rows())
 
 
 def test_a_model_that_is_sharded_already_is_refused(tmp_path):

@@ -87,7 +87,7 @@ def spread_losses(gm: fx.GraphModule) -> None:
         move_to_front(graph, [data.weight, *early])
         _weigh_as_a_mean(builder, graph, data)
         _average_results(builder, graph, roots, data)
-    for together in _alike(samples, found):
+    for together in _alike(graph, samples, found):
         assert data is not None, "counts found are those of a loss"
         means |= _spread(builder, samples, together, data)
     part_of_loss = set().union(*before.values())
@@ -233,7 +233,9 @@ def _check_calls(graph: fx.Graph, kinds: Mapping[fx.Node, str], data: Data) -> N
         data.mine.args = (*data.mine.args, PARTLY_WITHOUT)
 
 
-def _alike(samples: Samples, found: dict[fx.Node, list[fx.Node]]) -> list[list[fx.Node]]:
+def _alike(
+    graph: fx.Graph, samples: Samples, found: dict[fx.Node, list[fx.Node]]
+) -> list[list[fx.Node]]:
     """Return the counts that a loop over micro-batches makes, one for each call of backward.
 
     They are of one line, of the same parameters, with no update in between, and of samples of their
@@ -245,10 +247,10 @@ def _alike(samples: Samples, found: dict[fx.Node, list[fx.Node]]) -> list[list[f
     groups: dict[tuple, dict[fx.Node, fx.Node]] = defaultdict(dict)
     alone: list[list[fx.Node]] = []
     before = {root: set(reached([root], lambda n: n.all_input_nodes)) for root in found}
-    updates = [node for root in found for node in root.graph.nodes if _is_update(node)]
+    updates = graph.find_nodes(op="call_function", target=ops.optimizer_step)
     for root, counts in found.items():
         parameters = frozenset(n for n in before[root] if _is_parameter(n))
-        num_updates = sum(update < root for update in set(updates))
+        num_updates = sum(update < root for update in updates)
         seen: dict[str, int] = defaultdict(int)
         for count in counts:
             lines = count.meta.get("stack_trace") or ""
@@ -273,10 +275,6 @@ def _alike(samples: Samples, found: dict[fx.Node, list[fx.Node]]) -> list[list[f
         else:
             together.append(list(group.values()))
     return together + alone
-
-
-def _is_update(node: fx.Node) -> bool:
-    return node.target is ops.optimizer_step
 
 
 def _is_parameter(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ fabric = Fabric(strategy=ZeroStrategy(), devices=2)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from zerofx.integrations.default_dtype import DTYPES, DefaultDtype
 from zerofx.integrations.models import (
     check_library,
     each_with_optimizers,
+    folder_of,
     load_from,
     meet,
     plain,
@@ -27,6 +30,9 @@ from zerofx.integrations.models import (
 
 REST = "lightning.pt"
 """The file in a checkpoint that has all but models and optimizers."""
+
+_MODELS = "zerofx_models"
+"""The entry of that file that names the models, in the order of their folders."""
 
 
 check_library("lightning", ">=2.6,<3", DDPStrategy, "setup_module", "clip_gradients_norm")
@@ -67,6 +73,8 @@ class ZeroStrategy(DDPStrategy):
                     "needs no scaling of the loss."
                 )
             self.precision = _Mixed("bf16-mixed", precision.device)
+        elif dtype := DTYPES.get(precision.precision):
+            precision.forward_context = partial(DefaultDtype, dtype)  # type: ignore[method-assign]
         return plain(module)
 
     def clip_gradients_norm(
@@ -103,22 +111,37 @@ class ZeroStrategy(DDPStrategy):
         if self.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
         meet()
-        for where, model, own in each_with_optimizers(folder, models, optimizers):
+        for where, model, own in each_with_optimizers(folder, list(models.values()), optimizers):
             save_into(where, model, own)
-        super().save_checkpoint(folder / REST, rest, storage_options, dict(filter or {}))
+        named = {**rest, _MODELS: list(models)}
+        super().save_checkpoint(folder / REST, named, storage_options, dict(filter or {}))
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read what any number of ranks has saved.  Collective."""
+        """Read what any number of ranks has saved, each model by its name.  Collective.
+
+        Raises: KeyError for a model that the checkpoint does not have, with ``strict``.
+        """
         folder = Path(path)
         if not (folder / REST).exists():
             return super().load_checkpoint(path, state, strict, weights_only)
         given = {"model": state} if isinstance(state, nn.Module) else dict(state or {})
         models, optimizers, rest = _sorted(given)
-        for where, model, own in each_with_optimizers(folder, models, optimizers):
-            load_from(where, model, own)
         left = super().load_checkpoint(folder / REST, rest, strict, weights_only)
+        # Older checkpoints have no names: models are in the order in which they were saved.
+        saved = left.pop(_MODELS, list(models))
+        if isinstance(state, nn.Module) and len(saved) == 1:
+            models = {saved[0]: state}
+        if strict and (missing := [name for name in models if name not in saved]):
+            raise KeyError(
+                f"The checkpoint {folder} has no model {missing[0]!r}, but {saved}: give the model "
+                "by one of these names, or load with strict=False to leave it out."
+            )
+        found = each_with_optimizers(folder, list(models.values()), optimizers)
+        for name, (_, model, own) in zip(models, found, strict=True):
+            if name in saved:
+                load_from(folder_of(folder, saved.index(name)), model, own, strict=strict)
         if isinstance(state, dict):
             state.update(rest)
         return left
@@ -130,9 +153,11 @@ class _Mixed(MixedPrecision):
     backward = Precision.backward
 
 
-def _sorted(state: Mapping[str, Any]) -> tuple[list[nn.Module], list[Optimizer], dict[str, Any]]:
-    """Return the models, the optimizers, and all else."""
-    models = [one for one in state.values() if isinstance(one, nn.Module)]
+def _sorted(
+    state: Mapping[str, Any],
+) -> tuple[dict[str, nn.Module], list[Optimizer], dict[str, Any]]:
+    """Return the models by their names, the optimizers, and all else."""
+    models = {name: one for name, one in state.items() if isinstance(one, nn.Module)}
     optimizers = [one for one in state.values() if isinstance(one, Optimizer)]
     kinds = (nn.Module, Optimizer)
     return models, optimizers, {n: one for n, one in state.items() if not isinstance(one, kinds)}

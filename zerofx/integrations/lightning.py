@@ -19,7 +19,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zerofx
+from zerofx.integrations.default_dtype import DTYPES, DefaultDtype
 from zerofx.integrations.fabric import REST
+from zerofx.integrations.lightning_parts import check, check_batches
 from zerofx.integrations.models import (
     check_library,
     is_saved_in,
@@ -69,7 +71,9 @@ class ZeroStrategy(DDPStrategy):
             self.model = self.precision_plugin.convert_module(plain(self._module))
             self.model_to_device()
         if is_training:
-            _check(trainer, self._module)
+            check(trainer, self._module)
+            if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
+                self._zero.setdefault("batch_norm", "global")
             self._compiled.clear()
             self.setup_optimizers(trainer)
             trainer.fit_loop._skip_backward = True  # training_step has done it
@@ -98,7 +102,7 @@ class ZeroStrategy(DDPStrategy):
         """Compute a micro-batch's gradients, and update with those of all where it is the last."""
         module, (optimizer,) = self._module, self.optimizers
         self._logged.clear()
-        with self._autocast():
+        with self._precision():
             output = module.training_step(*arguments, **named)
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
@@ -109,11 +113,12 @@ class ZeroStrategy(DDPStrategy):
         (loss / parts).backward()
         if is_last:
             trainer = module.trainer
-            most, by = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-            if most and by == "value":
-                clip_grad_value_(module.parameters(), most)
-            elif most:
-                clip_grad_norm_(module.parameters(), most)
+            most, by = trainer.gradient_clip_val or 0, trainer.gradient_clip_algorithm
+            clipped = [p for group in optimizer.param_groups for p in group["params"]]
+            if most > 0 and by == "value":
+                clip_grad_value_(clipped, most)
+            elif most > 0:
+                clip_grad_norm_(clipped, most)
             optimizer.step()
             optimizer.zero_grad()
         return apply_to_collection(output, torch.Tensor, _detached), list(self._logged)
@@ -124,10 +129,12 @@ class ZeroStrategy(DDPStrategy):
         """Call ``training_step``, which updates."""
         return closure()
 
-    def _autocast(self) -> AbstractContextManager:
-        if self.precision_plugin.precision == "bf16-mixed":
+    def _precision(self) -> AbstractContextManager:
+        """Return what a step of the module's is under, as in Lightning."""
+        precision = self.precision_plugin.precision
+        if precision == "bf16-mixed":
             return torch.autocast(self.root_device.type, torch.bfloat16)
-        return nullcontext()
+        return DefaultDtype(DTYPES[precision]) if precision in DTYPES else nullcontext()
 
     def _call(self, name: str, function: Callable, *arguments: Any) -> Any:
         """Call a function compiled, and log what it has given to ``self.log``."""
@@ -146,6 +153,11 @@ class ZeroStrategy(DDPStrategy):
         self._logged.append(((name, value, *others), settings))
 
     # Evaluation
+
+    def on_predict_start(self) -> None:
+        if self._is_sharded:
+            numbers = self._module.trainer.predict_loop.max_batches
+            check_batches(self._module, numbers, self._zero)
 
     def validation_step(self, *arguments: Any, **named: Any) -> Any:
         return self._evaluate("validation_step", arguments, named)
@@ -166,7 +178,7 @@ class ZeroStrategy(DDPStrategy):
     @torch.no_grad()
     def _forward(self, name: str, arguments: tuple, named: dict[str, Any]) -> tuple[Any, list]:
         self._logged.clear()
-        with self._autocast():
+        with self._precision():
             output = getattr(self._module, name)(*arguments, **named)
         return output, list(self._logged)
 
@@ -239,36 +251,3 @@ def _logging(module: pl.LightningModule, log: Callable) -> Iterator[None]:
         yield
     finally:
         del module.log, module.log_dict
-
-
-_HOOKS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
-_METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
-
-
-def _check(trainer: Any, module: pl.LightningModule) -> None:
-    """Raises: ValueError for what is done otherwise here."""
-
-    def overridden(one: Any, base: type, names: tuple[str, ...]) -> str:
-        found = [name for name in names if getattr(type(one), name) is not getattr(base, name)]
-        return ", ".join(f"{type(one).__name__}.{name}" for name in found)
-
-    inside = "gradients are nowhere but inside of the compiled step"
-    methods = overridden(module, pl.LightningModule, (*_HOOKS, *_METHODS))
-    callbacks = [overridden(one, pl.Callback, _HOOKS) for one in trainer.callbacks]
-    precision = trainer.precision_plugin.precision
-    for name, is_asked, reason in (
-        (
-            "automatic_optimization=False",
-            not module.automatic_optimization,
-            'compile your step yourself, with torch.compile(step, backend="zero")',
-        ),
-        (methods, methods, inside),
-        *((names, names, inside) for names in callbacks),
-        (
-            f"precision={precision!r}",
-            precision not in ("32-true", "bf16-mixed", "bf16-true", "64-true"),
-            "bf16-mixed needs no scaling of the loss",
-        ),
-    ):
-        if is_asked:
-            raise ValueError(f"ZeroStrategy cannot train with {name}: {reason}.")

@@ -85,7 +85,7 @@ def each_with_optimizers(
             for optimizer in optimizers
             if any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
         ]
-        found.append((folder / f"model_{number}" if number else folder, model, own))
+        found.append((folder_of(folder, number), model, own))
     known = [id(optimizer) for _, _, own in found for optimizer in own]
     for optimizer in optimizers:
         if id(optimizer) not in known:
@@ -94,6 +94,11 @@ def each_with_optimizers(
                 "model too, so that the optimizer's states can be saved and loaded."
             )
     return found
+
+
+def folder_of(folder: Path, number: int) -> Path:
+    """Return the folder that a model of a checkpoint is in."""
+    return folder / f"model_{number}" if number else folder
 
 
 def load_from(
@@ -162,3 +167,9 @@ def is_peft(model: object) -> bool:
     """Return whether a model is one of peft's, of which the adapters are saved."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def whole_in_peft(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that peft trains and saves whole, whose ``state_dict`` it calls."""
+    kind = sys.modules["peft"].utils.ModulesToSaveWrapper
+    return [module for module in model.modules() if isinstance(module, kind)]

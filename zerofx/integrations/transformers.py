@@ -6,13 +6,13 @@ from zerofx.integrations.transformers import ZeroTrainer as Trainer
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
@@ -30,6 +30,14 @@ from zerofx.integrations.models import (
     plain,
     save_into,
     trained_values,
+    whole_in_peft,
+)
+from zerofx.integrations.trainer_parts import (
+    OnShards,
+    Updated,
+    check_adapters,
+    check_class,
+    checked,
 )
 
 check_library(
@@ -48,7 +56,7 @@ class ZeroTrainer(Trainer):
     It takes ``zero``, a dict of options of the backend, beside what Trainer takes;
     ``ZEROFX_<NAME>`` in the environment wins.  ``loss`` is "global" by default, so that the update
     is that of one process with all ranks' batches.  In front of another class made of Trainer it
-    turns that into one that trains so: ``class Mine(ZeroTrainer, RewardTrainer)``.
+    turns that into one that trains so: ``class Mine(ZeroTrainer, TheirTrainer)``.
 
     Forward, backward, clipping and the update are one compiled function, called once for each
     micro-batch.  What Trainer does after it, ``optimizer.step()`` among that, finds it done: when
@@ -58,16 +66,20 @@ class ZeroTrainer(Trainer):
     """
 
     args: TrainingArguments
+    replaces: tuple[type, ...] = ()
+    """Classes behind it whose overrides of what it replaces are left out on purpose."""
 
     def __init__(
         self, model: Any = None, *others: Any, zero: dict[str, Any] | None = None, **named: Any
     ) -> None:
-        self._zero = dict(zero or {})
-        self._update: Callable | None = None
-        self._forward: Callable | None = None
-        self._norm: torch.Tensor | None = None
-        self._is_whole = True  # what the model's parameters are between calls
+        check_class(type(self), ZeroTrainer)
+        self._zero_options = dict(zero or {})
+        self._zero_update: Callable | None = None
+        self._zero_forward: Callable | None = None
+        self._zero_norm: torch.Tensor | None = None
+        self._zero_is_whole = True  # what the model's parameters are between calls
         super().__init__(plain(model), *others, **named)
+        check_adapters(self.model)
         if is_peft(self.model) and self.args.load_best_model_at_end and self.args.save_only_model:
             raise ValueError(
                 "ZeroTrainer loads the best adapters from a whole checkpoint: leave "
@@ -75,14 +87,18 @@ class ZeroTrainer(Trainer):
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        self.args = _checked(copy.copy(self.args))
+        self.args = checked(copy.copy(self.args))
         super().create_accelerator_and_postprocess()
-        # The model stays as it is: no DDP around it, and no forward of Accelerate's.
-        self.accelerator.prepare_model = lambda model, **_: model
-        self.accelerator.prepare_optimizer = lambda optimizer, **_: _Updated(optimizer)
+        # No DDP is around the model; with bf16 its forward, and no more, is under autocast.
+        prepare = functools.partial(self.accelerator.prepare_model, device_placement=False)
+        self.accelerator.prepare_model = lambda model, **_: prepare(model, evaluation_mode=True)
+        self.accelerator.prepare_optimizer = lambda optimizer, **_: (
+            optimizer if isinstance(optimizer, Updated) else Updated(optimizer)
+        )
 
     def _prepare_for_training(self, *arguments: Any) -> tuple[nn.Module, Any]:
-        self._update = None
+        check_adapters(self.model)
+        self._zero_update = None
         return super()._prepare_for_training(*arguments)
 
     # The step
@@ -93,35 +109,35 @@ class ZeroTrainer(Trainer):
         model.train()
         inputs = dict(self._prepare_inputs(inputs))
         parts = self.current_gradient_accumulation_steps
-        if self._is_scaled(num_items_in_batch):
+        if self._zero_is_scaled(num_items_in_batch):
             parts = 1
-        if self._update is None:
+        if self._zero_update is None:
             # Of the means of several calls nobody knows beforehand what they are divided by.
             is_counted = num_items_in_batch is not None or parts == 1
-            options = {"loss": "global" if is_counted else "rank", **self._zero}
-            self._update = torch.compile(self._step, backend="zero", options=options)
+            options = {"loss": "global" if is_counted else "rank", **self._zero_options}
+            self._zero_update = torch.compile(self._zero_step, backend="zero", options=options)
         is_last = self.accelerator.sync_gradients
-        loss, norm, seen = self._update(inputs, num_items_in_batch, parts, is_last)
-        self._is_whole = False
+        loss, norm, seen = self._zero_update(inputs, num_items_in_batch, parts, is_last)
+        self._zero_is_whole = False
         if is_last:
-            self._norm = norm
+            self._zero_norm, self.optimizer.has_updated = norm, True
         self.measure(inputs, seen)
         return loss.detach()
 
-    def _step(
+    def _zero_step(
         self, inputs: dict[str, Any], count: Any, parts: int, is_last: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
         """Compute a micro-batch's gradients, and update with those of all where it is the last."""
         if count is not None:
             count = zerofx.local_count(count)
-        with self._autocast():
-            loss, seen = self.loss_and_seen(inputs, count)
+        loss, seen = self.loss_and_seen(inputs, count)
         loss = loss / parts
         loss.backward()
         if not is_last:
             return loss, None, seen
         optimizer = self.optimizer.optimizer
-        norm = clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or float("inf"))
+        most = self.args.max_grad_norm or 0.0
+        norm = clip_grad_norm_(self.model.parameters(), most if most > 0 else float("inf"))
         optimizer.step()
         optimizer.zero_grad()
         return loss, norm, seen
@@ -133,50 +149,44 @@ class ZeroTrainer(Trainer):
     def measure(self, inputs: dict[str, Any], seen: Any) -> None:
         """Do what the compiled step cannot: read numbers, and log them."""
 
-    def _is_scaled(self, num_items_in_batch: Any) -> bool:
+    def _zero_is_scaled(self, num_items_in_batch: Any) -> bool:
         """Return whether losses of micro-batches are parts of one already, and no means."""
         if getattr(self, "loss_is_scaled_for_ga", None) is not None:
             return self.loss_is_scaled_for_ga
         is_counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return is_counted or self.compute_loss_func is not None
 
-    def _autocast(self) -> AbstractContextManager:
-        if self.args.bf16:
-            return torch.autocast(self.args.device.type, torch.bfloat16)
-        return nullcontext()
-
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | None:
-        return self._norm
+        return self._zero_norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> torch.Tensor | None:
-        return self._norm
+        return self._zero_norm
 
     # Evaluation
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
         """Evaluate on shards; or on the whole model, where it generates."""
-        if not getattr(self.args, "predict_with_generate", False) or self._is_whole:
+        if not getattr(self.args, "predict_with_generate", False) or self._zero_is_whole:
             return super().evaluation_loop(*arguments, **named)
         with zerofx.full_params(self.model):
-            self._is_whole = True
+            self._zero_is_whole = True
             try:
                 return super().evaluation_loop(*arguments, **named)
             finally:
-                self._is_whole = False
+                self._zero_is_whole = False
 
     def prediction_step(self, model: nn.Module, *arguments: Any, **named: Any) -> Any:
-        if self._is_whole:
-            with self._autocast():
-                return super().prediction_step(model, *arguments, **named)
-        if self._forward is None:
-            options = {**self._zero, "loss": "rank"}
-            self._forward = torch.compile(self._evaluate_batch, backend="zero", options=options)
-        return super().prediction_step(self._forward, *arguments, **named)
+        if self._zero_is_whole:
+            return super().prediction_step(model, *arguments, **named)
+        if self._zero_forward is None:
+            options = {**self._zero_options, "loss": "rank"}
+            self._zero_forward = torch.compile(self._zero_evaluate, backend="zero", options=options)
+        on_shards: Any = OnShards(self.model, self._zero_forward)
+        return super().prediction_step(on_shards, *arguments, **named)
 
     @torch.no_grad()
-    def _evaluate_batch(self, **inputs: Any) -> Any:
-        with self._autocast():
-            return self.model(**inputs)
+    def _zero_evaluate(self, *arguments: Any, **named: Any) -> Any:
+        return self.model(*arguments, **named)
 
     # Checkpoints
 
@@ -187,9 +197,14 @@ class ZeroTrainer(Trainer):
         """
         folder = Path(output_dir or self.args.output_dir)
         has_adapters = is_peft(self.model)
-        state = trained_values(self.model) if has_adapters else {}
-        if self.args.should_save:
-            super()._save(str(folder), state_dict=state)
+        state = {}
+        if has_adapters:  # of buffers, those of modules that are saved whole
+            state = {**dict(self.model.named_buffers()), **trained_values(self.model)}
+        with ExitStack() as whole:
+            for module in whole_in_peft(self.model) if has_adapters else ():
+                whole.enter_context(zerofx.full_params(module))
+            if self.args.should_save:
+                self._save(str(folder), state_dict=state)
         if not has_adapters:
             export_into(folder, self.model, self.args.should_save)
         meet()
@@ -227,7 +242,7 @@ class ZeroTrainer(Trainer):
 
     def set_initial_training_values(self, *arguments: Any) -> tuple:
         values = super().set_initial_training_values(*arguments)
-        self._steps_in_epoch = values[5]
+        self._zero_steps_in_epoch = values[5]
         return values
 
     def _init_training_state(
@@ -246,7 +261,7 @@ class ZeroTrainer(Trainer):
             return begin
         epoch, share = divmod(self.state.epoch, 1)
         micro_batches = self.args.gradient_accumulation_steps
-        steps = round(share * self._steps_in_epoch) // micro_batches
+        steps = round(share * self._zero_steps_in_epoch) // micro_batches
         if self.args.max_steps <= 0:  # it ends with an epoch, whose steps are others now
             self.state.global_step = int(epoch) * num_update_steps_per_epoch + steps
         return int(epoch), 0 if self.args.ignore_data_skip else steps * micro_batches
@@ -257,38 +272,3 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
 
     Where it generates, to evaluate, every rank has the model whole meanwhile.
     """
-
-
-class _Updated(AcceleratedOptimizer):
-    """An optimizer, to those who call its ``step`` after the compiled step has done so."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer, device_placement=False)
-
-    def step(self, closure: Any = None) -> None:
-        pass
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        pass
-
-
-def _checked(args: Any) -> Any:
-    """Return the arguments, without what is done otherwise here.  Raises: ValueError."""
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    has_own_way = any(word in optimizer for word in ("lomo", "layerwise", "bnb", "8bit"))
-    compiles = args.torch_compile and args.torch_compile_backend != "zero"
-    for name, is_asked, reason in (
-        ("fp16", args.fp16, "bf16=True needs no scaling of the loss"),
-        ("fsdp", args.fsdp, "zero={'stage': 3} shards as it does"),
-        ("deepspeed", args.deepspeed, "zero={'stage': 3} shards as it does"),
-        ("auto_find_batch_size", args.auto_find_batch_size, "other ranks would wait for one's"),
-        ("parallelism_config", args.parallelism_config, "all ranks share the batches"),
-        ("optim", has_own_way, f"{optimizer} updates while backward runs, or through pointers"),
-        ("torch_compile", compiles, "the whole step is compiled already"),
-        ("n_gpu > 1", args.n_gpu > 1, "each device needs a process: start it with torchrun"),
-    ):
-        if is_asked:
-            raise ValueError(f"ZeroTrainer cannot train with `{name}`: {reason}. Leave it out.")
-    args.torch_compile, args.torch_compile_backend = False, None
-    args.average_tokens_across_devices = False  # the compiler counts them, over all ranks
-    return args

@@ -24,6 +24,8 @@ class ZeroSFTTrainer(ZeroTrainer, SFTTrainer):
     Raises: ValueError, when it is made, for a loss or an option that needs more of TRL's own code.
     """
 
+    replaces = (SFTTrainer,)
+
     def __init__(self, *arguments: Any, compute_loss_func: Any = None, **named: Any) -> None:
         if compute_loss_func is not None:
             raise _cannot("compute_loss_func", "override loss_and_seen, which is compiled")

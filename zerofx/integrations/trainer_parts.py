@@ -1,0 +1,129 @@
+"""The parts of ``ZeroTrainer`` that need no trainer: what it refuses, and stand-ins it hands on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from transformers import Trainer
+
+import zerofx
+
+
+class Updated(AcceleratedOptimizer):
+    """An optimizer, to those who call its ``step`` after the compiled step has done so.
+
+    Raises: ValueError for an optimizer that has parameters of its own for evaluation; StepError, by
+    ``step``, where no compiled step has updated.
+    """
+
+    has_updated = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if callable(getattr(optimizer, "eval", None)):
+            raise ValueError(f"ZeroTrainer cannot train with {type(optimizer).__name__}: {_MOVES}.")
+        super().__init__(optimizer, device_placement=False)
+
+    def step(self, closure: Any = None) -> None:
+        if not self.has_updated:
+            raise zerofx.StepError(
+                "The optimizer's step was called, and no compiled step has updated: a training_step"
+                " of your own, in front of ZeroTrainer's, has to call super().training_step(...). "
+                "Compute your loss in compute_loss or loss_and_seen."
+            )
+        self.has_updated = False
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        pass
+
+
+class OnShards:
+    """A model, to those who call it or read of it while it is in shards: calls run compiled."""
+
+    def __init__(self, model: nn.Module, forward: Callable) -> None:
+        self._model, self._forward = model, forward
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._forward(*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The model's, for ``isinstance``: a loss may depend on the kind of model."""
+        return type(self._model)
+
+
+_MOVES = (
+    "train() and eval() move whole parameters, which ranks have in shards; take an "
+    "optimizer without a schedule of its own"
+)
+_UPDATES_ITSELF = ("lomo", "layerwise")
+_OF_BITSANDBYTES = ("bnb", "8bit", "paged", "lion", "ademamix")
+
+
+def checked(args: Any) -> Any:
+    """Return the arguments, without what is done otherwise here.  Raises: ValueError."""
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    has_own_way = any(word in optimizer for word in (*_UPDATES_ITSELF, *_OF_BITSANDBYTES))
+    compiles = args.torch_compile and args.torch_compile_backend != "zero"
+    for name, is_asked, reason in (
+        ("fp16", args.fp16, "bf16=True needs no scaling of the loss"),
+        ("fsdp", args.fsdp, "zero={'stage': 3} shards as it does"),
+        ("deepspeed", args.deepspeed, "zero={'stage': 3} shards as it does"),
+        ("auto_find_batch_size", args.auto_find_batch_size, "other ranks would wait for one's"),
+        ("parallelism_config", args.parallelism_config, "all ranks share the batches"),
+        ("optim", has_own_way, f"{optimizer} updates while backward runs, or through pointers"),
+        ("optim", "schedule_free" in optimizer, f"of {optimizer}, {_MOVES}"),
+        ("torch_compile", compiles, "the whole step is compiled already"),
+        ("n_gpu > 1", args.n_gpu > 1, "each device needs a process: start it with torchrun"),
+    ):
+        if is_asked:
+            raise ValueError(f"ZeroTrainer cannot train with `{name}`: {reason}. Leave it out.")
+    args.torch_compile, args.torch_compile_backend = False, None
+    args.average_tokens_across_devices = False  # the compiler counts them, over all ranks
+    return args
+
+
+_NEVER_CALLED = (
+    "_clip_grad_norm",
+    "compute_loss_context_manager",
+    "autocast_smart_context_manager",
+)
+_NOT_CALLED_BEHIND = (
+    *("training_step", "_get_grad_norm", "save_model", "_save_optimizer_and_scheduler"),
+    *("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"),
+)
+
+
+def check_class(kind: type, ours: type) -> None:
+    """Check that what a trainer's class overrides is called.
+
+    Raises: ValueError for what a class overrides of that which ``ours`` does in its own way.
+    """
+    order = kind.__mro__[: kind.__mro__.index(Trainer)]
+    known = {ours, *(one for each in order for one in vars(each).get("replaces", ()))}
+    for place, other in enumerate(order):
+        is_behind = place > order.index(ours)
+        names = (*_NEVER_CALLED, *(_NOT_CALLED_BEHIND if is_behind else ()))
+        lost = [name for name in names if name in vars(other)]
+        if lost and other not in known:
+            raise ValueError(
+                f"{kind.__name__} cannot train with {other.__name__}.{lost[0]}: the compiled step "
+                "of ZeroTrainer does that, and never calls it. Move what it adds into compute_loss "
+                "or loss_and_seen; if it adds nothing that you need, say so in your class: "
+                f"replaces = ({other.__name__},)."
+            )
+
+
+def check_adapters(model: Any) -> None:
+    """Raises: ValueError for adapters that transformers has added: they would not be saved."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "ZeroTrainer saves adapters of peft's own models, and model.add_adapter has added some "
+            "to another: give peft.get_peft_model(model, config) instead."
+        )
