@@ -23,14 +23,15 @@ def counted_step(micro_batches=1, axes=()):
     def step(x, y, mask):
         optimizer.zero_grad()
         for number in range(micro_batches):
-            out = model(x[:, number])
-            each = nn.functional.cross_entropy(out, y, reduction="none")
-            loss = (each * mask).sum() / mask.sum().clamp(min=1) + out.square().mean()
+            out, weights = model(x[:, number]), mask[:, number]
+            each = nn.functional.cross_entropy(out, y[:, number], reduction="none")
+            loss = (each * weights).sum() / weights.sum().clamp(min=1) + out.square().mean()
             (loss / micro_batches).backward()
         optimizer.step()
         return loss, loss.detach() / 2, out.detach().mean()
 
-    inputs = torch.randn(3, micro_batches, 5), torch.tensor([1, 3, 0]), torch.tensor([1.0, 0, 1])
+    y, mask = torch.tensor([[1, 2], [3, 0], [0, 1]]), torch.tensor([[1.0, 1], [0, 0], [1, 0]])
+    inputs = torch.randn(3, micro_batches, 5), y[:, :micro_batches], mask[:, :micro_batches]
     return capture(step, *inputs, world_size=4, axes=axes, loss="global")
 
 

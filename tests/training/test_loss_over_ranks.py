@@ -130,6 +130,21 @@ def cut_into_slices(out, b):
     return total / count
 
 
+def sums_from_a_zero(out, b):
+    total = torch.tensor(0.0)
+    for part in (slice(0, 3), slice(3, 6)):
+        total = total + (by_token(out, b)[:, part] * b["mask"][:, part]).sum()
+    return total / b["mask"].sum()
+
+
+def drawn_for_a_part(out, b):
+    """Weights of ones that are drawn for each half of the batch, as drop path does."""
+    total = 0.0
+    for half in by_token(out, b).chunk(2):
+        total = total + (half * (torch.rand(half.shape[0], 1) < 2)).sum()
+    return total / torch.ones_like(b["mask"]).mul(b["mask"] < 2).sum()
+
+
 def labels_moved(out, b):
     labels = torch.full(b["labels"].shape, -100)
     labels[:, :-1] = b["labels"][:, 1:]
@@ -259,6 +274,8 @@ RIGHT: dict[str, Callable] = {
     "mask_made_of_ones": mask_made_of_ones,
     "labels_moved_into_a_constant": labels_moved,
     "cut_into_slices": cut_into_slices,
+    "sums_from_a_zero": sums_from_a_zero,
+    "drawn_for_a_part": drawn_for_a_part,
     "pairs_of_halves": lambda out, b: -F.logsigmoid(out[:, :3] - out[:, 3:]).mean(),
     "with_weight_decay": lambda out, b: (
         F.cross_entropy(*flat(out, b)) + 1e-2 * sum(p.square().sum() for p in b["parameters"])
@@ -392,6 +409,20 @@ REFUSED: dict[str, tuple[Callable, str]] = {
             .mean()
         ),
         "compares samples with one another",
+    ),
+    "pairs_by_a_fused_loss": (
+        lambda out, b: F.mse_loss(
+            out[:, None, 0].expand(-1, out.shape[0], -1), out[None, :, 0].expand_as(out[:, :3])
+        ),
+        "compares samples with one another",
+    ),
+    "divided_by_a_number_and_masked": (
+        lambda out, b: (by_token(out, b) / out.shape[0]).masked_fill(b["mask"] == 0, 0.0).sum(),
+        "divides a sum over the batch by the number 3",
+    ),
+    "divided_by_a_number_and_stacked": (
+        lambda out, b: torch.stack([by_token(out, b) / 3, by_token(out, b) / 3]).sum(),
+        "divides a sum over the batch by the number 3",
     ),
     "negatives_looked_up": (looked_up, "compares samples with one another"),
     "negatives_gathered": (gathered, "compares samples with one another"),
@@ -834,18 +865,21 @@ def terms(options: dict | None = None):
     torch.manual_seed(7)
     model = Model()
     model.register_buffer("running", torch.zeros(()))
+    model.doubt = nn.Parameter(torch.tensor(0.3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
     def step(batch):
         optimizer.zero_grad()
         out = model(batch["tokens"])
         term = F.cross_entropy(*flat(out, batch))
-        loss = term + 0.1 * masked(out, batch)
+        weighed = term * (-model.doubt).exp() + model.doubt  # of what the update changes
+        loss = weighed + 0.1 * masked(out, batch)
         loss.backward()
         optimizer.step()
         with torch.no_grad():
             model.running.mul_(0.5).add_(term, alpha=0.5)
-        return loss, term.detach(), loss.detach().exp(), term.detach() * batch["mask"].sum()
+        counted = term.detach() * batch["mask"].sum()
+        return loss, term.detach(), weighed.detach(), loss.detach().exp(), counted
 
     if options is not None:
         step = torch.compile(step, backend="zero", options={"lowering": "eager", **options})
@@ -857,6 +891,7 @@ def own_terms():
     return terms({"stage": 0, "loss": "global"}), terms({"stage": 0, "loss": "rank"})
 
 
+@pytest.mark.slow(reason="two programs of two ranks")
 def test_terms_of_a_loss_and_what_is_computed_of_it_are_the_ranks_own(ranks):  # noqa: F811
     found = ranks(2).run(own_terms)
     (first, *_), (other, *_) = (of_global for of_global, _ in found)

@@ -25,6 +25,7 @@ from zerofx.ir.graph import (
     erase_unused,
     is_backward,
     is_of_batch,
+    is_random,
     may_be_batch,
     move_to_front,
 )
@@ -290,11 +291,12 @@ _PARTS = (
 
 def _shared(samples: Samples, one: set[fx.Node], other: set[fx.Node]) -> list[fx.Node]:
     """Return what two losses both compute with, of the batch's samples, but for its parts."""
+    own = one - other
     return [
         node
         for node in one & other
         if samples.of(node).kind == Kind.SAMPLES
-        and any(user in one - other and user.target not in _PARTS for user in node.users)
+        and any(user in own and user.target not in _PARTS for user in node.users)
     ]
 
 
@@ -453,11 +455,12 @@ def _keep_own_results(builder: Builder, graph: fx.Graph, counts: Iterable[fx.Nod
     if not own:
         return
     substitutes: dict[fx.Node, fx.Node] = {}
-    with builder.before(min([output, *writes])):
-        for node in own:
-            is_mark = node.target in (ops.loss_part, ops.count)
-            of = substitutes.get(node.args[0], node.args[0]) if is_mark else None
-            substitutes[node] = of or builder.copy(node, substitutes)
+    for node in own:
+        if node.target in (ops.loss_part, ops.count):
+            substitutes[node] = substitutes.get(node.args[0], node.args[0])
+            continue
+        with builder.before(node.next):  # an update may write to what it reads
+            substitutes[node] = builder.copy(node, substitutes)
     output.args = (tuple(substitutes.get(one, one) for one in output.args[0]),)
     for node in writes:
         node.replace_input_with(node.args[1], substitutes.get(node.args[1], node.args[1]))
@@ -477,7 +480,8 @@ def _between_forward(counts: set[fx.Node], wanted: Iterable[fx.Node]) -> list[fx
     depends = set(counts)
     between = []
     for node in sorted(set(reached(wanted, lambda n: n.all_input_nodes))):
-        is_on_the_way = not (node in counts or is_backward(node) or node.target is ops.gradient)
+        is_made_once = is_backward(node) or is_random(node) or node.target is ops.gradient
+        is_on_the_way = node not in counts and not is_made_once
         if is_on_the_way and not depends.isdisjoint(node.all_input_nodes):
             depends.add(node)
             between.append(node)

@@ -96,7 +96,7 @@ class Samples:
         is_given = any(source.is_given for source in sources)
         parts = parts_of(sources)
         if getattr(node.target, "overloadpacket", None) not in _CUTS:
-            part = parts[0] if len(parts) == 1 else WHOLE
+            part = parts[0] if len(parts) == 1 else WHOLE  # two make pairs
             result = [replace(value, part=part) for value in result]
         values = [replace(value, is_data=is_data, is_given=is_given) for value in result]
         outputs = node.meta.get("val")

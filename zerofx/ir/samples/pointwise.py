@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from zerofx.ir.samples.values import (
     Value,
     check_parts,
     doubtful,
+    with_doubt,
 )
 
 if TYPE_CHECKING:
@@ -65,15 +67,20 @@ def pointwise(samples: Samples, node: fx.Node) -> Value:
 
 def filled(samples: Samples, node: fx.Node) -> Value:
     """``masked_fill``: ``where`` with a number, or what is one."""
-    dims = _broadcast(samples, node)
     value, condition = map(samples.of, node.args[:2])
     inputs = list(map(samples.of, sources_of(node)))
+    try:
+        dims = _broadcast(samples, node)
+    except MixedError:
+        if condition.is_data and value.kind == Kind.SAMPLES:  # a mask of places
+            return value
+        raise
     mixed = next((one for one in inputs if one.kind == Kind.MIXED), None)
     if mixed is not None:
         return replace(mixed, dims=dims)
     check_parts(node, inputs, dims)
     if all(one.is_plain for one in inputs):
-        return Value(Kind.SAMPLES, dims)
+        return with_doubt(Value(Kind.SAMPLES, dims), inputs)
     if not condition.is_plain:
         raise MixedError(node, NOT_LINEAR, dims)
     return added(samples, node, dims, [value, samples.of(node.args[2])], node.args[2:])
@@ -88,28 +95,38 @@ def _of_samples(samples: Samples, node: fx.Node, dims: Dims, inputs: list[Value]
         if name == "mul" and samples.of(value).kind == Kind.SAME:
             value, number = number, value
         of_sum, by = replace(samples.of(value), degrees=ONE), samples.of(number)
-        inverse = None if isinstance(number, fx.Node) else _inverse(number, name == "div")
-        if inverse is None or _is_size(samples, inverse):
+        if isinstance(number, fx.Node):
+            may_be = isinstance(number.meta["val"], torch.Tensor)  # and no size
+        else:
+            may_be = _is_size(samples, _inverse(number, name == "div"))
+        if may_be:
             why = _may_be_count(samples, number, of_sum, by, name == "div")
             scaled = Value(Kind.SAMPLES, culprit=node, why=why) if why else None
     if name in LINEAR or name in ("mul", "div", "add", "sub", "rsub", "where"):
         scaled = doubtful(inputs) or scaled
-    found = Value(Kind.SAMPLES, dims)
-    return replace(found, culprit=scaled.culprit, why=scaled.why) if scaled else found
+    return with_doubt(Value(Kind.SAMPLES, dims), [scaled] if scaled else [])
 
 
 def _broadcast(samples: Samples, node: fx.Node) -> Dims:
     output = node.meta["val"]
     ndim = output.dim() if isinstance(output, torch.Tensor) else 0
-    places = [
+    return places(node, map(samples.of, sources_of(node)), ndim)
+
+
+def places(node: fx.Node, inputs: Iterable[Value], ndim: int) -> Dims:
+    """Return where values that are computed with element by element have samples.
+
+    Raises: MixedError where one has them along a dimension, and another along another one.
+    """
+    of_inputs = [
         {at + ndim - len(value.dims): span for at, span in enumerate(value.dims) if span}
-        for value in map(samples.of, sources_of(node))
+        for value in inputs
     ]
     found: dict[int, Span] = {}
-    for spans in places:
+    for spans in of_inputs:
         found = spans | found
     dims = tuple(map(found.get, range(ndim)))
-    widest = max(places, key=len)
+    widest = max(of_inputs, key=len)
     if found.keys() - widest.keys():
         raise MixedError(node, COMPARES, dims)
     return dims
@@ -177,6 +194,8 @@ def _inverse(number: float, is_division: bool) -> float:
 
 def _is_size(samples: Samples, number: float) -> bool:
     """Return whether a number may be how many samples there are, or how many elements."""
+    if not math.isfinite(number):
+        return False
     whole = round(abs(number))
     is_whole = whole > 0 and abs(abs(number) - whole) < 1e-6 * abs(number)
     return is_whole and any(size > 1 and whole % size == 0 for size in samples.sizes)
@@ -212,21 +231,11 @@ TINY = 1e-6
 
 
 def _is_constant(samples: Samples, term: Any) -> bool:
-    """Return whether a term is the same on all ranks, and not zero or tiny."""
-    if not isinstance(term, fx.Node):
-        return isinstance(term, (int, float)) and abs(term) > TINY
-    if samples.of(term).kind != Kind.SAME:
-        return False
-    fills = {
-        "zeros": 0.0,
-        "zeros_like": 0.0,
-        "full": term.args[1:2],
-        "scalar_tensor": term.args[:1],
-    }
-    filled_with = fills.get(name_of(term))
-    if isinstance(filled_with, tuple):
-        filled_with = filled_with[0] if filled_with else None
-    return not (isinstance(filled_with, (int, float)) and abs(filled_with) <= TINY)
+    """Return whether a term is the same on all ranks: of parameters alone, or no tiny number."""
+    if isinstance(term, fx.Node):
+        value = samples.of(term)
+        return value.kind == Kind.SAME and not value.is_data
+    return isinstance(term, (int, float)) and abs(term) > TINY
 
 
 def _is_factor(value: Value) -> bool:

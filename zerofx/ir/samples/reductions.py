@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from zerofx.ir.samples.nodes import argument_of, name_of, sources_of
+from zerofx.ir.samples.pointwise import places
 from zerofx.ir.samples.unknown import unknown
-from zerofx.ir.samples.values import NOT_LINEAR, ONE, Dims, Kind, MixedError, Value
+from zerofx.ir.samples.values import NOT_LINEAR, ONE, Dims, Kind, MixedError, Value, check_parts
 
 if TYPE_CHECKING:
     from zerofx.ir.samples.follow import Samples
@@ -49,6 +50,9 @@ def fused_loss(samples: Samples, node: fx.Node) -> Value | list[Value]:
     """A loss with a ``reduction``: 0 for none, 1 for a mean, 2 for a sum."""
     reduction = argument_of(node, "reduction")
     inputs = list(map(samples.of, sources_of(node)))
+    if len({len(value.dims) for value in inputs}) == 1:  # element by element
+        dims = places(node, inputs, len(inputs[0].dims))
+        check_parts(node, inputs, dims)
     if reduction == 0:
         return unknown(samples, node)
     for value in inputs:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
+from typing import NamedTuple
 
 from torch import fx
 
@@ -19,10 +20,16 @@ Dims = tuple[Span | None, ...]
 """Of each dimension how it counts samples; None if it does not."""
 
 
-Part = tuple[Fraction, Fraction]
-"""Where a part of the batch's samples begins and ends."""
+class Part(NamedTuple):
+    """Says which of ``size`` samples a value is of, and of which value they were cut."""
 
-WHOLE: Part = (Fraction(0), Fraction(1))
+    origin: fx.Node | None
+    begin: Fraction
+    end: Fraction
+    size: int
+
+
+WHOLE = Part(None, Fraction(0), Fraction(1), 0)
 
 
 class Kind(StrEnum):
@@ -98,9 +105,16 @@ def doubtful(values: Iterable[Value]) -> Value | None:
     return next((value for value in values if value.why), None)
 
 
+def with_doubt(value: Value, made_of: Iterable[Value]) -> Value:
+    """Return a value that is linear in others, with the doubt that there is of one of them."""
+    one = doubtful(made_of)
+    return replace(value, culprit=one.culprit, why=one.why) if one else value
+
+
 def parts_of(values: Iterable[Value]) -> list[Part]:
-    """Return the parts of the batch that values are of, in order."""
-    return sorted({value.part for value in values if any(value.dims)})
+    """Return the parts of the batch that values are of, but for those that are of all samples."""
+    found = dict.fromkeys(value.part for value in values if any(value.dims))
+    return [part for part in found if part != WHOLE]
 
 
 def check_parts(node: fx.Node, values: Iterable[Value], dims: Dims) -> None:
@@ -108,8 +122,10 @@ def check_parts(node: fx.Node, values: Iterable[Value], dims: Dims) -> None:
 
     Halves may be compared, as of pairs that a batch has one behind the other.
     """
-    for one, other in itertools.pairwise(parts_of(values)):
-        if one[1] > other[0]:
+    for one, other in itertools.combinations(parts_of(values), 2):
+        is_of_one = one.origin is other.origin or one.size == other.size
+        is_same = (one.begin, one.end) == (other.begin, other.end)
+        if is_of_one and not is_same and one.begin < other.end and other.begin < one.end:
             raise MixedError(node, COMPARES, dims)
 
 

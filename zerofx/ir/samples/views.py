@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from fractions import Fraction
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -23,6 +21,7 @@ from zerofx.ir.samples.pointwise import added
 from zerofx.ir.samples.values import (
     COMPARES,
     NOT_LINEAR,
+    WHOLE,
     Dims,
     Kind,
     MixedError,
@@ -30,6 +29,7 @@ from zerofx.ir.samples.values import (
     Value,
     at_the_right,
     first_of,
+    with_doubt,
 )
 
 if TYPE_CHECKING:
@@ -91,31 +91,31 @@ def cut(samples: Samples, node: fx.Node) -> Value | list[Value]:
     at = (argument_of(node, "dim") or 0) % max(len(value.dims), 1)
     if value.kind != Kind.SAMPLES or not value.dims[at]:
         return value
-    size = shape_of(node.args[0])[at]
+    (source, *_), size = node.args, shape_of(node.args[0])[at]
     if name_of(node) == "slice":
         step = argument_of(node, "step")
         if step not in (1, None):
             return value
         start = min(max(_within_size(argument_of(node, "start") or 0, size), 0), size)
-        return _part(value, start, start + shape_of(node)[at], size)
+        return _part(value, source, start, start + shape_of(node)[at], size)
     found, start = [], 0
     for part in node.meta["val"]:
         length = sizes_of(part)[at]
-        found.append(_part(value, start, start + length, size))
+        found.append(_part(value, source, start, start + length, size))
         start += length
     return found
 
 
 def _within_size(place: Any, size: int) -> int:
-    place = compat.aot.size_hint(place)
+    place = compat.aot.size_hint(place.meta["val"] if isinstance(place, fx.Node) else place)
     return place + size if place < 0 else place
 
 
-def _part(value: Value, start: int, end: int, size: int) -> Value:
-    begin, length = value.part[0], value.part[1] - value.part[0]
-    of_all = max(size, 1)
-    places = begin + length * Fraction(start, of_all), begin + length * Fraction(end, of_all)
-    return replace(value, part=places)
+def _part(value: Value, source: fx.Node, start: int, end: int, size: int) -> Value:
+    whole = value.part if value.part != WHOLE else WHOLE._replace(origin=source, size=size)
+    length = (whole.end - whole.begin) / max(size, 1)
+    begin, end_ = whole.begin + length * start, whole.begin + length * end
+    return replace(value, part=whole._replace(begin=begin, end=end_))
 
 
 def written(samples: Samples, node: fx.Node) -> Value:
@@ -161,7 +161,7 @@ def joined(samples: Samples, node: fx.Node) -> Value:
     if mixed is not None:
         return replace(mixed, dims=dims)
     if all(value.is_plain for value in values):
-        return Value(Kind.SAMPLES, dims)
+        return with_doubt(Value(Kind.SAMPLES, dims), values)
     return added(samples, node, dims, values, sources)
 
 
@@ -200,7 +200,7 @@ def indexed(samples: Samples, node: fx.Node) -> Value:
     rest = [span for at, span in enumerate(value.dims) if at not in used]
     is_together = used == list(range(used[0], used[-1] + 1))
     begin = sum(at not in used for at in range(used[0])) if is_together else 0
-    if is_reordered and any(map(partial(_is_selection, samples, node.args[0]), indices)):
+    if any(value.dims[at] and _is_selection(samples, node.args[0], at, indices[at]) for at in used):
         raise MixedError(node, "takes samples that others decide on", (None,) * len(shape_of(node)))
     if any(rest) and any(picked):
         raise MixedError(node, COMPARES, (*rest[:begin], *picked, *rest[begin:]))
@@ -214,19 +214,16 @@ def indexed(samples: Samples, node: fx.Node) -> Value:
     return replace(value, dims=dims)
 
 
-def _is_selection(samples: Samples, of: fx.Node, index: fx.Node | None) -> bool:
+def _is_selection(samples: Samples, of: fx.Node, at: int, index: fx.Node) -> bool:
     """Return whether an index picks fewer samples than there are, by what all of them have made.
 
     Sorted by their experts, tokens are all there.
     """
-    if index is None or (found := samples.of(index)).kind != Kind.MIXED or not found.culprit:
+    found = samples.of(index)
+    if found.kind != Kind.MIXED or not found.culprit:
         return False
     is_of_best = name_of(found.culprit) in ("topk", "kthvalue", "max", "min", "argmax", "argmin")
-    return is_of_best or _elements(index) < max(shape_of(of), default=0)
-
-
-def _elements(node: fx.Node) -> int:
-    return math.prod(shape_of(node))
+    return is_of_best or math.prod(shape_of(index)) < shape_of(of)[at]
 
 
 def scattered(samples: Samples, node: fx.Node) -> Value:
@@ -244,10 +241,12 @@ def scattered(samples: Samples, node: fx.Node) -> Value:
     if any(value.is_linear for value in (into, *given)):
         raise MixedError(node, NOT_LINEAR)
     dims = into.dims
-    by = next((one for one in node.args[1:] if isinstance(one, fx.Node)), None)
+    given_by = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
+    by = next((one for one in given_by if isinstance(one, fx.Node)), None)
+    adds = name_of(node) in ("index_add", "scatter_add", "scatter_reduce")
     is_by_data = by is not None and samples.of(by).is_data and any(samples.of(by).dims)
     if not any(dims) and shape:
-        if shape[at] not in samples.sizes or (is_by_data and is_whole_number(by)):
+        if shape[at] not in samples.sizes or (adds and is_by_data and is_whole_number(by)):
             raise MixedError(node, "adds up samples by their values", dims)
         dims = tuple((1, n) if place == at else None for place, n in enumerate(shape))
     return Value(Kind.SAMPLES, dims)
