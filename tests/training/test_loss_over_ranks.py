@@ -145,6 +145,14 @@ def drawn_for_a_part(out, b):
     return total / torch.ones_like(b["mask"]).mul(b["mask"] < 2).sum()
 
 
+def sorted_and_put_back(out, b):
+    """Tokens sorted, as by their experts, and attention behind it."""
+    order = b["targets"].flatten().argsort(stable=True)
+    sorted_ = out.flatten(0, 1)[order].tanh()
+    back = sorted_[order.argsort()].view_as(out)[:, None]
+    return masked(F.scaled_dot_product_attention(back, back, back)[:, 0], b)
+
+
 def labels_moved(out, b):
     labels = torch.full(b["labels"].shape, -100)
     labels[:, :-1] = b["labels"][:, 1:]
@@ -276,6 +284,7 @@ RIGHT: dict[str, Callable] = {
     "cut_into_slices": cut_into_slices,
     "sums_from_a_zero": sums_from_a_zero,
     "drawn_for_a_part": drawn_for_a_part,
+    "sorted_and_put_back": sorted_and_put_back,
     "pairs_of_halves": lambda out, b: -F.logsigmoid(out[:, :3] - out[:, 3:]).mean(),
     "with_weight_decay": lambda out, b: (
         F.cross_entropy(*flat(out, b)) + 1e-2 * sum(p.square().sum() for p in b["parameters"])

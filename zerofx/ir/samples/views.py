@@ -205,7 +205,10 @@ def indexed(samples: Samples, node: fx.Node) -> Value:
     if any(rest) and any(picked):
         raise MixedError(node, COMPARES, (*rest[:begin], *picked, *rest[begin:]))
     if is_reordered and picked:  # samples in another order
-        picked[0] = picked[0] or (1, shape_of(node)[begin])
+        # Sorted by their experts, tokens are put back: a sample's lie where they did.
+        own = first_of(value.dims[at] for at in used)
+        is_outermost = own is not None and own[0] == 1
+        picked[0] = picked[0] or (own if is_outermost else (1, shape_of(node)[begin]))
     dims = (*rest[:begin], *picked, *rest[begin:])
     if value.is_linear and any(picked):
         raise MixedError(node, NOT_LINEAR, dims)
