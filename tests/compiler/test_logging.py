@@ -1,4 +1,4 @@
-"""What a step says while it compiles: nothing, or a line in the log or on a terminal."""
+"""A step that compiles says nothing, or a line in the log or on a terminal."""
 
 import io
 import logging
@@ -72,7 +72,7 @@ class Terminal(io.StringIO):
 
     @property
     def line(self):
-        """What can be read there now."""
+        """Return what can be read there now."""
         return self.getvalue().rpartition(CLEAR_LINE)[2]
 
     @property

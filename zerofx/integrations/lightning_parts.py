@@ -1,4 +1,4 @@
-"""What ``ZeroStrategy`` refuses, before ranks would train otherwise or wait for each other."""
+"""Refuses for ``ZeroStrategy`` what would train otherwise, or have ranks wait for each other."""
 
 from __future__ import annotations
 

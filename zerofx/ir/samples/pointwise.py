@@ -1,4 +1,4 @@
-"""What is computed element by element: sums, factors, divisors."""
+"""Follows samples through what is computed element by element: sums, factors, divisors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def pointwise(samples: Samples, node: fx.Node) -> Value:
 
 
 def filled(samples: Samples, node: fx.Node) -> Value:
-    """``masked_fill``: ``where`` with a number, or what is one."""
+    """Follow ``masked_fill``, which is ``where`` with a number."""
     value, condition = map(samples.of, node.args[:2])
     inputs = list(map(samples.of, sources_of(node)))
     try:
@@ -87,7 +87,7 @@ def filled(samples: Samples, node: fx.Node) -> Value:
 
 
 def _of_samples(samples: Samples, node: fx.Node, dims: Dims, inputs: list[Value]) -> Value:
-    """What is computed of samples alone, which a number may have divided before they are summed."""
+    """Follow samples alone, and note a number that may be their count and divides them."""
     name = name_of(node)
     scaled: Value | None = None
     if name in ("mul", "div"):
@@ -204,7 +204,7 @@ def _is_size(samples: Samples, number: float) -> bool:
 def added(
     samples: Samples, node: fx.Node, dims: Dims, inputs: Iterable[Value], terms: Sequence[Any]
 ) -> Value:
-    """A sum of ``terms``, of which the ``inputs`` are known.
+    """Follow a sum of ``terms``, of which the ``inputs`` are known.
 
     What is the same on all ranks is one for all of them: no sum over their samples grows with it.
     """

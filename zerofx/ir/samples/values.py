@@ -1,4 +1,4 @@
-"""What is known of a value: its kind, its dimensions of samples, what it grows with."""
+"""Describes a value: its kind, its dimensions of samples, the powers that it grows with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views, and what moves elements: samples are where these have put them."""
+"""Follows samples through views and what moves elements: they are where these put them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def selected(samples: Samples, node: fx.Node) -> Value:
 
 
 def cut(samples: Samples, node: fx.Node) -> Value | list[Value]:
-    """``slice``, ``split`` and ``split_with_sizes``: of samples, a part of the batch."""
+    """Follow ``slice``, ``split`` and ``split_with_sizes``, which take a part of the batch."""
     value = samples.of(node.args[0])
     at = (argument_of(node, "dim") or 0) % max(len(value.dims), 1)
     if value.kind != Kind.SAMPLES or not value.dims[at]:
@@ -114,12 +114,12 @@ def _within_size(place: Any, size: int) -> int:
 def _part(value: Value, source: fx.Node, start: int, end: int, size: int) -> Value:
     whole = value.part if value.part != WHOLE else WHOLE._replace(origin=source, size=size)
     length = (whole.end - whole.begin) / max(size, 1)
-    begin, end_ = whole.begin + length * start, whole.begin + length * end
-    return replace(value, part=whole._replace(begin=begin, end=end_))
+    part = whole._replace(begin=whole.begin + length * start, end=whole.begin + length * end)
+    return replace(value, part=part)
 
 
 def written(samples: Samples, node: fx.Node) -> Value:
-    """``slice_scatter`` and ``select_scatter``: a part of one tensor is another."""
+    """Follow ``slice_scatter`` and ``select_scatter``, which write one tensor into another."""
     into, source = map(samples.of, node.args[:2])
     at = (argument_of(node, "dim") or 0) % max(len(into.dims), 1)
     given = source.dims
