@@ -164,12 +164,11 @@ def _weigh_as_a_mean(builder: Builder, graph: fx.Graph, data: Data) -> None:
 
 def _check(value: Value, root: fx.Node) -> None:
     """Raise StepError for a loss that is not the mean or the sum of its parts."""
-    if value.kind == Kind.MIXED or value.why:
-        assert value.culprit is not None
-        line = source_line(value.culprit) or source_line(root)
+    if value.objection is not None:
+        line = source_line(value.objection.node) or source_line(root)
         raise StepError(
             f"loss=global: the loss is no sum of what each sample adds to it, divided by a count "
-            f"of them: it {value.why}. {REMEDY}.\n  at {line}"
+            f"of them: it {value.objection.why}. {REMEDY}.\n  at {line}"
         )
     if value.kind == Kind.SAME:
         reads = reached([root], lambda node: node.all_input_nodes)

@@ -24,7 +24,16 @@ from zerofx.ir.samples.nodes import (
     sizes_of,
     sources_of,
 )
-from zerofx.ir.samples.values import WHOLE, Kind, MixedError, Value, first_dim, no_dims, parts_of
+from zerofx.ir.samples.values import (
+    WHOLE,
+    Kind,
+    MixedError,
+    Objection,
+    Value,
+    first_dim,
+    no_dims,
+    parts_of,
+)
 
 aten = torch.ops.aten
 
@@ -48,9 +57,8 @@ class Samples:
             if node.op == "call_function" and not is_backward(node):
                 self.values[node] = self._value(node)
             elif node.op == "call_function":  # followed no further, but for what is averaged
-                self.values[node] = Value(
-                    Kind.MIXED, no_dims(node), culprit=node, why="is computed of a gradient"
-                )
+                of_gradient = Objection(node, "is computed of a gradient")
+                self.values[node] = Value(Kind.MIXED, no_dims(node), objection=of_gradient)
             elif node.op == "get_attr":
                 self.values[node] = Value(Kind.SAME, no_dims(node))
         return self
@@ -125,7 +133,7 @@ class Samples:
             else:
                 result = unknown.unknown(self, node)
         except MixedError as mixed:
-            result = Value(Kind.MIXED, mixed.dims, culprit=mixed.node, why=mixed.why)
+            result = Value(Kind.MIXED, mixed.dims, objection=mixed.objection)
         results = result if isinstance(result, list) else [result]
         return [self._laid_out(node, at, value) for at, value in enumerate(results)]
 
@@ -137,9 +145,8 @@ class Samples:
         if len(value.dims) != ndim:
             value = replace(value, dims=(None,) * ndim)
         if value.kind == Kind.SAMPLES and not any(value.dims):
-            return Value(
-                Kind.MIXED, value.dims, culprit=node, why="takes a part of the batch by itself"
-            )
+            by_itself = Objection(node, "takes a part of the batch by itself")
+            return Value(Kind.MIXED, value.dims, objection=by_itself)
         if isinstance(output, torch.Tensor):
             shape = list(map(compat.aot.size_hint, output.shape))
             dims = tuple(  # a part of the batch has as many samples as it is long

@@ -20,11 +20,11 @@ from zerofx.ir.samples.values import (
     Dims,
     Kind,
     MixedError,
+    Objection,
     Span,
     Value,
     check_parts,
-    doubtful,
-    with_doubt,
+    first_objection,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def filled(samples: Samples, node: fx.Node) -> Value:
         return replace(mixed, dims=dims)
     check_parts(node, inputs, dims)
     if all(one.is_plain for one in inputs):
-        return with_doubt(Value(Kind.SAMPLES, dims), inputs)
+        return Value(Kind.SAMPLES, dims, objection=first_objection(inputs))
     if not condition.is_plain:
         raise MixedError(node, NOT_LINEAR, dims)
     return added(samples, node, dims, [value, samples.of(node.args[2])], node.args[2:])
@@ -89,7 +89,7 @@ def filled(samples: Samples, node: fx.Node) -> Value:
 def _of_samples(samples: Samples, node: fx.Node, dims: Dims, inputs: list[Value]) -> Value:
     """Follow samples alone, and note a number that may be their count and divides them."""
     name = name_of(node)
-    scaled: Value | None = None
+    objection: Objection | None = None
     if name in ("mul", "div"):
         value, number = node.args[:2]
         if name == "mul" and samples.of(value).kind == Kind.SAME:
@@ -100,11 +100,10 @@ def _of_samples(samples: Samples, node: fx.Node, dims: Dims, inputs: list[Value]
         else:
             may_be = _is_size(samples, _inverse(number, name == "div"))
         if may_be:
-            why = _may_be_count(samples, number, of_sum, by, name == "div")
-            scaled = Value(Kind.SAMPLES, culprit=node, why=why) if why else None
+            objection = _may_be_count(samples, node, number, of_sum, by)
     if name in LINEAR or name in ("mul", "div", "add", "sub", "rsub", "where"):
-        scaled = doubtful(inputs) or scaled
-    return with_doubt(Value(Kind.SAMPLES, dims), [scaled] if scaled else [])
+        objection = first_objection(inputs) or objection
+    return Value(Kind.SAMPLES, dims, objection=objection)
 
 
 def _broadcast(samples: Samples, node: fx.Node) -> Dims:
@@ -150,7 +149,7 @@ def _scaled(samples: Samples, node: fx.Node, dims: Dims) -> Value:
                 dims,
             )
         raise MixedError(node, "multiplies or divides sums over a batch", dims)
-    why = first.why or _may_be_count(samples, node.args[1], first, second, is_division)
+    objection = first.objection or _may_be_count(samples, node, node.args[1], first, second)
     sign = -1 if is_division else 1
     (shift,) = second.degrees if len(second.degrees) == 1 else (0,)
     degrees = frozenset(degree + sign * shift for degree in first.degrees)
@@ -160,31 +159,32 @@ def _scaled(samples: Samples, node: fx.Node, dims: Dims) -> Value:
     if first.kind == Kind.SAME:  # the inverse of a count
         return replace(second, dims=dims, degrees=degrees, is_scaled=False)
     is_marked = first.is_marked and (second.is_marked or second.kind == Kind.SAME)
-    why = why if 1 in degrees else ""
     return replace(
         first,
         dims=dims,
         degrees=degrees,
         is_scaled=is_scaled,
         is_marked=is_marked,
-        why=why,
-        culprit=(first.culprit or node) if why else None,
+        objection=objection if 1 in degrees else None,
     )
 
 
-def _may_be_count(samples: Samples, number: Any, value: Value, by: Value, is_division: bool) -> str:
-    """Say why a number that a sum is scaled by may be a count of this rank's batch."""
+def _may_be_count(
+    samples: Samples, node: fx.Node, number: Any, value: Value, by: Value
+) -> Objection | None:
+    """Return an objection if a number that a sum is scaled by may be a count of a rank's batch."""
     if 1 not in value.degrees or by.kind != Kind.SAME:
-        return ""
+        return None
     if isinstance(number, fx.Node):
         given = "scales a sum over the batch by a number that the step is called with"
-        return given if by.is_given else ""
+        return Objection(node, given) if by.is_given else None
     if isinstance(number, bool) or number in (0, 1):
-        return ""
+        return None
+    is_division = name_of(node) == "div"
     inverse = _inverse(number, is_division)
     if is_division or _is_size(samples, inverse):
-        return f"divides a sum over the batch by the number {inverse:g}"
-    return ""
+        return Objection(node, f"divides a sum over the batch by the number {inverse:g}")
+    return None
 
 
 def _inverse(number: float, is_division: bool) -> float:
@@ -212,17 +212,16 @@ def added(
     inputs = [value for value in inputs if value.kind != Kind.SAME]
     kinds = {value.kind for value in inputs}
     degrees = frozenset().union(*(value.degrees for value in inputs))
+    objection = first_objection(inputs)
     if kinds == {Kind.COUNT}:
         is_marked = all(value.is_marked for value in inputs)
         return Value(Kind.COUNT, dims, degrees, is_marked=is_marked)
     if kinds <= {Kind.TOTAL, Kind.COUNT}:
         if has_constant:
             degrees |= {0}
-        of_number = doubtful(inputs)
-        total = Value(Kind.TOTAL, dims, degrees)
-        return replace(of_number, dims=dims, degrees=degrees) if of_number else total
+        return Value(Kind.TOTAL, dims, degrees, objection=objection)
     if kinds == {Kind.SAMPLES}:
-        return Value(Kind.SAMPLES, dims, degrees, is_scaled=True)
+        return Value(Kind.SAMPLES, dims, degrees, is_scaled=True, objection=objection)
     raise MixedError(node, "adds what is of the whole batch to what is of samples", dims)
 
 

@@ -18,7 +18,7 @@ from zerofx.ir.samples.values import (
     MixedError,
     Value,
     check_parts,
-    with_doubt,
+    first_objection,
 )
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _product(samples: Samples, node: fx.Node) -> Value:
     if summed and (any(dims) or not all(name in one for name in summed for one in held)):
         raise MixedError(node, MIXES, dims)
     if summed and not linear:
-        return with_doubt(Value(Kind.TOTAL, dims, ONE), (left, right))
+        return Value(Kind.TOTAL, dims, ONE, objection=first_objection((left, right)))
     if linear and len(linear) == 1 and not summed:
         other = right if linear[0] is left else left
         if other.kind == Kind.SAME:

@@ -40,7 +40,7 @@ def _reduced_by(
         is_count = value.is_data and not value.is_scaled
         degrees = frozenset(degree + 1 for degree in value.degrees)
         kind = Kind.COUNT if is_count else Kind.TOTAL
-        return Value(kind, dims, degrees, culprit=value.culprit, why=value.why)
+        return Value(kind, dims, degrees, objection=value.objection)
     if value.is_linear and name not in ("sum", "mean"):
         raise MixedError(node, NOT_LINEAR, dims)
     return replace(value, dims=dims)

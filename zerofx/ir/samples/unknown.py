@@ -85,7 +85,8 @@ def unknown(samples: Samples, node: fx.Node) -> Value | list[Value]:
                 # Whole numbers say which elements, and not what is computed of them.
                 if is_whole_number(source) and len(inputs) > 1:
                     continue
-                raise MixedError(value.culprit, value.why, dims)
+                assert value.objection is not None
+                raise MixedError(*value.objection, dims)
             if value.is_linear:
                 raise MixedError(node, NOT_LINEAR, dims)
             kept = _kept(value.dims, shape_of(source), shape)

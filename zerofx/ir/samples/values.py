@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from typing import NamedTuple
@@ -32,6 +32,13 @@ class Part(NamedTuple):
 WHOLE = Part(None, Fraction(0), Fraction(1), 0)
 
 
+class Objection(NamedTuple):
+    """Says which node a value cannot be averaged over ranks for, and what it does."""
+
+    node: fx.Node
+    why: str
+
+
 class Kind(StrEnum):
     """The kinds of values."""
 
@@ -54,10 +61,10 @@ class Value:
     ``degrees`` are the powers of a batch's size that its terms grow with: 1 for a sum, 0 for a sum
     that has been divided by a count.  ``is_scaled``: of one sample each, but for a count of all.
     ``is_data``: no parameter has to do with it.  ``is_marked``: a count that capture knows to be
-    divided by.  ``is_given``: a number that the step is called with is in it.  ``culprit``
-    is the node that made a ``MIXED`` one, and ``why`` what is wrong; of a sum that is divided by
-    nothing yet, or of its terms, the node that scales it by a number which may be a count.
-    ``part`` says which of the batch's samples these are.
+    divided by.  ``is_given``: a number that the step is called with is in it.
+    ``objection`` says what made a ``MIXED`` one; of a sum that is divided by nothing yet, or of its
+    terms, what scales it by a number which may be a count.  ``part`` says which of the batch's
+    samples these are.
     """
 
     kind: Kind
@@ -67,8 +74,7 @@ class Value:
     is_data: bool = True
     is_marked: bool = False
     is_given: bool = False
-    culprit: fx.Node | None = None
-    why: str = ""
+    objection: Objection | None = None
     part: Part = WHOLE
 
     @property
@@ -85,9 +91,9 @@ class Value:
 class MixedError(Exception):
     """Ends a rule: a node's value depends on a whole batch in some other way than by sums."""
 
-    def __init__(self, node: fx.Node | None, why: str, dims: Dims = ()):
+    def __init__(self, node: fx.Node, why: str, dims: Dims = ()):
         super().__init__(why)
-        self.node, self.why, self.dims = node, why, dims
+        self.objection, self.dims = Objection(node, why), dims
 
 
 NOT_LINEAR = "computes something that is not linear of a batch's sums"
@@ -100,15 +106,9 @@ ONE = frozenset({1})
 """The powers of a batch's size that a sum grows with."""
 
 
-def doubtful(values: Iterable[Value]) -> Value | None:
-    """Return the first value that is scaled by a number which may be a count."""
-    return next((value for value in values if value.why), None)
-
-
-def with_doubt(value: Value, made_of: Iterable[Value]) -> Value:
-    """Return a value that is linear in others, with the doubt that there is of one of them."""
-    one = doubtful(made_of)
-    return replace(value, culprit=one.culprit, why=one.why) if one else value
+def first_objection(values: Iterable[Value]) -> Objection | None:
+    """Return what is objected to in the first value of which something is."""
+    return next((value.objection for value in values if value.objection), None)
 
 
 def parts_of(values: Iterable[Value]) -> list[Part]:

@@ -28,8 +28,8 @@ from zerofx.ir.samples.values import (
     Span,
     Value,
     at_the_right,
+    first_objection,
     first_of,
-    with_doubt,
 )
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def joined(samples: Samples, node: fx.Node) -> Value:
     if mixed is not None:
         return replace(mixed, dims=dims)
     if all(value.is_plain for value in values):
-        return with_doubt(Value(Kind.SAMPLES, dims), values)
+        return Value(Kind.SAMPLES, dims, objection=first_objection(values))
     return added(samples, node, dims, values, sources)
 
 
@@ -223,9 +223,16 @@ def _is_selection(samples: Samples, of: fx.Node, at: int, index: fx.Node) -> boo
     Sorted by their experts, tokens are all there.
     """
     found = samples.of(index)
-    if found.kind != Kind.MIXED or not found.culprit:
+    if found.kind != Kind.MIXED or not found.objection:
         return False
-    is_of_best = name_of(found.culprit) in ("topk", "kthvalue", "max", "min", "argmax", "argmin")
+    is_of_best = name_of(found.objection.node) in (
+        "topk",
+        "kthvalue",
+        "max",
+        "min",
+        "argmax",
+        "argmin",
+    )
     return is_of_best or math.prod(shape_of(index)) < shape_of(of)[at]
 
 
@@ -256,7 +263,7 @@ def scattered(samples: Samples, node: fx.Node) -> Value:
 
 
 def _is_whole_number(value: Value) -> bool:
-    return value.culprit is not None and is_whole_number(value.culprit)
+    return value.objection is not None and is_whole_number(value.objection.node)
 
 
 def reshaped(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims:
