@@ -204,7 +204,10 @@ class Region:
             )
         if tokens < 2:
             raise NotChunkedError("there is one token")
-        region = Region(head, {head: step_of(head, {}, tokens, Rows(0, 1))})
+        try:
+            region = Region(head, {head: step_of(head, {}, tokens, Rows(0, 1))})
+        except NotByTokensError as why:
+            raise NotChunkedError(str(why)) from why
         known, why_not = region.known, {}
         for node in [node for node in graph.nodes if node > head]:
             if node.op != "call_function" or known.keys().isdisjoint(node.all_input_nodes):

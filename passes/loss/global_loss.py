@@ -35,20 +35,34 @@ def global_loss(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 
     Statistics of batch norms are sums too, each in a collective of its own.
 
-    What is counted in the batch alone is known before forward, which hides the collective.  Counts
-    that forward computes are summed up where they are; nothing waits for a result but the end.
+    What is counted in the batch alone is known before forward, which hides the collective: what is
+    computed of it moves to its first reader.  Counts that forward computes are summed up where they
+    are; nothing waits for a result but the end.
     """
     graph, builder = gm.graph, Builder(gm, "global_loss", ctx.table)
     marked = graph.find_nodes(op="call_function", target=ops.over_ranks)
     sums = [node for node in marked if node.args[1] == "sum"]
     early = [node for node in sums if is_of_batch(node) and not _of_others(node)]
     move_to_front(graph, early)
+    _compute_late(graph, early)
     late = [node for node in sums if node not in early]
     results = [node for node in marked if node.args[1] == "mean"]
     groups = [*filter(None, (early, *([node] for node in late), results))]
     for together in groups:
         _reduce(builder, ctx, together)
     return {"counts": len(sums), "returned": len(results), "collectives": len(groups)}
+
+
+def _compute_late(graph: fx.Graph, sums: Sequence[fx.Node]) -> None:
+    """Move what is computed of sums to its first reader: until then nothing waits for them."""
+    of_sums = set(sums)
+    for node in graph.nodes:
+        is_small = node.op == "call_function" and role(node) == Role.LOSS_COUNT
+        if is_small and node.target is not ops.over_ranks and of_sums & {*node.all_input_nodes}:
+            of_sums.add(node)
+    for node in sorted(of_sums.difference(sums), reverse=True):
+        if node.users:
+            min(node.users).prepend(node)
 
 
 def _of_others(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 import zerofx
 
@@ -144,7 +145,7 @@ def drawn_for_a_part(out, b):
 def sorted_and_put_back(out, b):
     """Tokens sorted, as by their experts, and attention behind it."""
     order = b["targets"].flatten().argsort(stable=True)
-    sorted_ = out.flatten(0, 1)[order].tanh()
+    sorted_ = (out.flatten(0, 1)[order] * CLASS_WEIGHTS).tanh()
     back = sorted_[order.argsort()].view_as(out)[:, None]
     return masked(F.scaled_dot_product_attention(back, back, back)[:, 0], b)
 
@@ -208,6 +209,10 @@ def by_class(out, b):
     return (losses / hot.sum((0, 1)).clamp(min=1)).mean()
 
 
+def one_hot(out, b):
+    return torch.zeros(out.shape).scatter(2, b["targets"][..., None], 1.0)
+
+
 CLASS_WEIGHTS = torch.linspace(0.5, 2.0, CLASSES)
 
 RIGHT: dict[str, Callable] = {
@@ -245,6 +250,17 @@ RIGHT: dict[str, Callable] = {
     "clipped_policy": clipped_policy,
     "preferences": preferences,
     "mse": lambda out, b: F.mse_loss(out, b["values"]),
+    "weighted_mse": lambda out, b: F.mse_loss(
+        out, b["values"], weight=b["mask"][..., None].expand_as(out)
+    ),
+    "scattered_one_hot": lambda out, b: (
+        -(one_hot(out, b) * out.log_softmax(-1)).sum(-1).mean(1).mean()
+    ),
+    "checkpointed": lambda out, b: checkpoint(
+        lambda out, labels: F.cross_entropy(out.flatten(0, 1), labels.flatten()),
+        *(out, b["labels"]),
+        use_reentrant=False,
+    ),
     "mse_by_hand": lambda out, b: (out - b["values"]).square().mean(),
     "mean_of_means": lambda out, b: (out - b["values"]).abs().mean(-1).mean(1).mean(0),
     "mean_over_rows_first": lambda out, b: (out - b["values"]).abs().mean(0).sum(),
@@ -298,6 +314,45 @@ def balancing(out, b):
 def contrastive(out, b):
     z = F.normalize(out[:, 0], dim=-1)
     return F.cross_entropy(z @ z.T / 0.1, torch.arange(z.shape[0]))
+
+
+def as_long_as_the_batch(out, b):
+    weights = torch.ones(out.shape[0])
+    return (by_token(out, b).mean(1) * weights).sum() / weights.sum()
+
+
+def mask_of_nothing(out, b):
+    mask = torch.ones(b["labels"].shape)
+    mask[:, :2] = 0
+    return (by_token(out, b) * mask).sum() / mask.sum()
+
+
+def means_of_slices(out, b):
+    rows = out.shape[0]
+    each = [
+        F.cross_entropy(out[at : at + 1].flatten(0, 1), b["labels"][at : at + 1].flatten())
+        for at in range(rows)
+    ]
+    return sum(each) / rows
+
+
+def hardest_of_the_batch_sorted(out, b):
+    each = by_token(out, b).flatten()
+    return each[each.detach().argsort(descending=True)][: int(0.7 * each.shape[0])].mean()
+
+
+def weighed_by_rank(out, b):
+    each = by_token(out, b).flatten()
+    ranked = each[each.detach().argsort(descending=True)]
+    return (ranked * torch.linspace(1, 0, each.shape[0])).mean()
+
+
+def load_of_experts(out, b):
+    """Of as many experts as the batch has rows."""
+    experts = out.shape[0]
+    gates, chosen = out[..., :experts].softmax(-1).max(-1)
+    load = torch.zeros(experts).index_add(0, chosen.flatten(), gates.flatten())
+    return masked(out, b) + 0.01 * (load / chosen.numel()).square().sum()
 
 
 def dice_of_all(out, b):
@@ -435,6 +490,27 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         ).sum(),
         "divides a sum over the batch by the number 3",
     ),
+    "weights_as_long_as_the_batch": (
+        as_long_as_the_batch,
+        "scales a sum over the batch by what is made as long as the batch, and not of it",
+    ),
+    "mask_of_nothing": (mask_of_nothing, "what is made as long as the batch, and not of it"),
+    "divided_by_a_tensor_of_the_length": (
+        lambda out, b: by_token(out, b).sum() / torch.full((), float(out.shape[0])),
+        "by a number that is made of the batch's length",
+    ),
+    "divided_by_a_constant_of_the_length": (
+        lambda out, b: by_token(out, b).sum() / torch.tensor(float(out.shape[0])),
+        "by a number that is made of the batch's length",
+    ),
+    "means_of_slices": (means_of_slices, "adds up means of slices of one batch"),
+    "hardest_of_the_batch_sorted": (
+        hardest_of_the_batch_sorted,
+        "takes samples that others decide on",
+    ),
+    "weighed_by_rank": (weighed_by_rank, "takes samples that others decide on"),
+    "load_of_experts": (load_of_experts, "adds up samples by their values"),
+    "anchor": (lambda out, b: (out[1:] - out[:1]).square().mean(), "compares samples"),
     "negatives_looked_up": (looked_up, "compares samples with one another"),
     "negatives_gathered": (gathered, "compares samples with one another"),
     "spectrum": (lambda out, b: torch.fft.fft(out, dim=0).abs().mean(), "mixes the samples"),

@@ -318,6 +318,19 @@ def test_a_model_without_a_head_is_told_so(caplog):
     assert "no matrix product makes more" in refusal(step, caplog, torch.randn(4, 6))
 
 
+def test_a_head_with_a_bias_of_two_dimensions_stays_whole(caplog):
+    weight, bias = nn.Parameter(torch.randn(6, 20)), nn.Parameter(torch.randn(1, 20))
+    optimizer = torch.optim.SGD([weight, bias], lr=0.1)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        F.cross_entropy(torch.addmm(bias, x, weight), y).backward()
+        optimizer.step()
+
+    message = refusal(step, caplog, torch.randn(4, 6), torch.randint(20, (4,)))
+    assert "a matrix product is of other dimensions" in message
+
+
 def test_numbers_of_tokens_that_vary_are_told_so(caplog):
     x, y = (torch.randint(CLASSES, (BATCH, LENGTH)) for _ in range(2))
     for tensor in (x, y):

@@ -61,8 +61,9 @@ def test_all_counts_travel_together_before_forward_and_results_behind_the_loss(m
     assert counts < min(nodes_of(after, aten.addmm.default))
     assert counts.meta["val"].numel() * counts.meta["val"].itemsize <= 64
     assert results.meta["val"].numel() * results.meta["val"].itemsize <= 64
-    # Nothing in the step waits for what is returned.
     waits = nodes_of(after, ops.wait)
+    assert nodes_of(after, aten.addmm.default)[1] < waits[0], "a forward pass hides the counts"
+    # Nothing in the step waits for what is returned.
     assert waits[-1].args[0] is results
     assert max(filter(is_backward, after.graph.nodes)) < waits[-1]
 

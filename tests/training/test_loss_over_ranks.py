@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
@@ -170,6 +171,39 @@ def test_one_line_for_several_tasks_of_the_same_samples_may_be_meant_otherwise()
     assert "may be tasks with a divisor each" in refusal(loss_of, batch_of(0))
 
 
+def train_with_gradient(batches: list[Batch], options: dict | None):
+    """Train on a sum that the gradient given to backward() divides by its count."""
+    torch.manual_seed(7)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(batch):
+        optimizer.zero_grad()
+        total = (by_token(model(batch["tokens"]), batch) * batch["mask"]).sum()
+        total.backward(gradient=1.0 / batch["mask"].sum())
+        optimizer.step()
+        return total
+
+    if options is not None:
+        step = torch.compile(step, backend="zero", options={"lowering": "eager", **options})
+    for batch in batches:
+        step(batch)
+    with zerofx.full_params(model):
+        return [], [p.detach().clone() for p in model.parameters()]
+
+
+def train_with_gradient_on_rank():
+    batches = [batch_of(dist.get_rank(), call) for call in range(2)]
+    return train_with_gradient(batches, {"loss": "global", "stage": 1})
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+def test_a_gradient_given_to_backward_is_a_factor_of_the_loss(ranks):  # noqa: F811
+    batches = [joined([batch_of(rank, call) for rank in range(2)]) for call in range(2)]
+    for found in ranks(2).run(train_with_gradient_on_rank):
+        check(found, train_with_gradient(batches, None))
+
+
 def train_tasks(form: str, batches: list[list[Batch]], options: dict | None):
     """Train on losses that one line divides, which are no micro-batches of each other."""
     torch.manual_seed(7)
@@ -279,6 +313,42 @@ def test_by_rank_marks_change_nothing():
         train("given_locally", [[batch_of(0)]], {"stage": 0}),
         train("cross_entropy", [[batch_of(0)]], None),
     )
+
+
+@pytest.mark.parametrize("checkpoints", (False, True))
+def test_marks_are_nothing_to_other_compilers(checkpoints):
+    def loss_of(x):
+        return zerofx.per_rank(x.square().sum() / zerofx.local_count(x.new_tensor(4.0)))
+
+    def function(x):
+        return checkpoint(loss_of, x, use_reentrant=False) if checkpoints else loss_of(x)
+
+    x = torch.randn(3, requires_grad=True)
+    expected = torch.autograd.grad(function(x), x)
+    found = torch.autograd.grad(torch.compile(function, backend="aot_eager")(x), x)
+    torch.testing.assert_close(found, expected)
+
+
+def test_by_rank_a_checkpointed_mark_changes_nothing():
+    def loss_of(out, mask):
+        return zerofx.per_rank((out * mask).sum() / zerofx.local_count(mask.sum()))
+
+    def train_checkpointed(options):
+        torch.manual_seed(7)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+        def step(x, mask):
+            checkpoint(loss_of, model(x), mask, use_reentrant=False).backward()
+            optimizer.step()
+
+        if options:
+            step = torch.compile(step, backend="zero", options=options)
+        step(torch.ones(2, 3), torch.tensor([[1.0, 0, 1], [0, 1, 0]]))
+        return model.weight.detach()
+
+    found = train_checkpointed({"stage": 0, "lowering": "eager"})
+    torch.testing.assert_close(found, train_checkpointed(None))
 
 
 def accumulate(loss_of, updates: bool):

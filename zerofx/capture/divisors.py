@@ -41,17 +41,45 @@ def mark_losses(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
     """
     graph = gm.graph
     calls = backward_to(graph, parameters)
+    for call in calls:
+        _multiply_with_gradient(graph, call)
     roots = [_loss_of(call) for call in calls]
     wanted = set(reached(roots, lambda node: node.all_input_nodes))
     for node in list(graph.nodes):
         if node in wanted:
             _mark(graph, node)
+    for body in _checkpointed(gm, wanted):
+        for node in list(body.graph.nodes):
+            _mark(body.graph, node)
+        body.recompile()
     for number, (call, root) in enumerate(zip(calls, roots, strict=True)):
         with graph.inserting_before(call):
             # What stood for the loss may be another node now.
             loss = _loss_of(call)
             marker = _like(root, graph.call_function(ops.loss_part, (loss, "loss", number)))
         call.args = ([marker] if isinstance(call.args[0], list) else marker, *call.args[1:])
+
+
+def _checkpointed(gm: fx.GraphModule, nodes: Collection[fx.Node]) -> list[fx.GraphModule]:
+    """Return the functions that some nodes call, as ``torch.utils.checkpoint`` does."""
+    named = dict(gm.named_modules())
+    targets = {node.target for node in nodes if node.op == "get_attr"}
+    found = [named[target] for target in targets if target in named]
+    return [module for module in found if isinstance(module, fx.GraphModule)]
+
+
+def _multiply_with_gradient(graph: fx.Graph, call: fx.Node) -> None:
+    """``loss.backward(gradient)`` -> ``(loss * gradient).backward()``: it scales the loss."""
+    given = argument(call, 2, "grad_outputs")
+    (gradient,) = given if isinstance(given, (tuple, list)) else (given,)
+    if gradient is None:
+        return
+    loss = _loss_of(call)
+    with graph.inserting_before(call):
+        scale = graph.call_method("detach", (gradient,))
+        product = _like(loss, graph.call_function(operator.mul, (loss, scale)))
+    call.args = (product, argument(call, 1, "inputs"))
+    call.kwargs = {k: v for k, v in call.kwargs.items() if k not in ("inputs", "grad_outputs")}
 
 
 def weigh_losses(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
@@ -71,10 +99,12 @@ def weigh_losses(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
 
 def without_marks(gm: fx.GraphModule) -> None:
     """Leave what users say of a loss out of a step for which it changes nothing."""
-    for node in list(gm.graph.nodes):
-        if node.target in (ops.count, ops.loss_part):
-            node.replace_all_uses_with(node.args[0])
-            gm.graph.erase_node(node)
+    for part in filter(lambda module: isinstance(module, fx.GraphModule), gm.modules()):
+        for node in list(part.graph.nodes):
+            if node.target in (ops.count, ops.loss_part):
+                node.replace_all_uses_with(node.args[0])
+                part.graph.erase_node(node)
+        part.recompile()
 
 
 def _loss_of(call: fx.Node) -> fx.Node:
@@ -179,6 +209,9 @@ def _loss_function(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         each = build.call(operator.truediv, call("none"), build.method("clamp", lengths, min=1))
     elif reduction == "batchmean":
         return build.mean(build.total(call("none"), dtype), build.numel(source, [0]), dtype)
+    elif function in (F.mse_loss, F.l1_loss) and isinstance(given.get("weight"), fx.Node):
+        weight = build.total(given["weight"], dtype)
+        return build.mean(build.total(call("none"), dtype), weight, dtype, "found")
     else:
         each = call("none")
     return build.mean(build.total(each, dtype), build.call(torch.numel, each), dtype)

@@ -88,6 +88,8 @@ def spread_losses(gm: fx.GraphModule) -> None:
         move_to_front(graph, [data.weight, *early])
         _weigh_as_a_mean(builder, graph, data)
         _average_results(builder, graph, roots, data)
+    for counts in found.values():
+        _check_slices(samples, counts)
     for together in _alike(graph, samples, found):
         assert data is not None, "counts found are those of a loss"
         means |= _spread(builder, samples, together, data)
@@ -275,6 +277,26 @@ def _alike(
         else:
             together.append(list(group.values()))
     return together + alone
+
+
+def _check_slices(samples: Samples, counts: list[fx.Node]) -> None:
+    """Refuse a loss that is means of slices of one batch: ranks would share the n-th one's count.
+
+    Halves have a meaning of their own, as of what is preferred and what is rejected.
+    """
+    parts = {}
+    for count in counts:
+        of_count = {samples.of(leaf).part for leaf in _leaves(samples, count)}
+        if len(of_count) == 1:
+            parts[of_count.pop()] = count
+    for one, other in itertools.combinations(parts, 2):
+        is_half = all(2 * (part.end - part.begin) == 1 for part in (one, other))
+        if one.origin is not None and one.origin is other.origin and not is_half:
+            raise StepError(
+                "loss=global: the loss adds up means of slices of one batch, whose lengths differ "
+                "from rank to rank. Add up sums, and divide by one count; or call backward() for "
+                f"each slice. {REMEDY}.\n  at {source_line(parts[other])}"
+            )
 
 
 def _is_parameter(node: fx.Node) -> bool:

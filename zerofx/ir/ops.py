@@ -103,9 +103,9 @@ def count(number, of, total=None):
     return torch.empty_like(number)
 
 
-@torch.library.register_kernel(count, "cpu")
-def _count_constant(number, of, total=None):
-    """The number itself: tracing computes what is made of constants alone."""
+@torch.library.register_kernel(count, None)
+def _count_itself(number, of, total=None):
+    """The number: of constants tracing computes it, and other compilers have nothing to count."""
     return number.clone()
 
 
@@ -113,6 +113,12 @@ def _count_constant(number, of, total=None):
 def loss_part(value, of, backward=-1):
     """Mark the ``loss`` of a call of backward, or a value that stays ``per_rank``."""
     return torch.empty_like(value)
+
+
+@torch.library.register_kernel(loss_part, None)
+def _part_itself(value, of, backward=-1):
+    """The value, for other compilers."""
+    return value.clone()
 
 
 @define("over_ranks(Tensor value, str reduction) -> Tensor", uniform=True)

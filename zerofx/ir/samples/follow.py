@@ -16,6 +16,7 @@ from zerofx.ir.graph import is_backward, is_random
 from zerofx.ir.interface import input_role
 from zerofx.ir.samples import pointwise, products, reductions, unknown, views
 from zerofx.ir.samples.nodes import (
+    argument_of,
     is_pointwise,
     is_reduction,
     is_symbol,
@@ -60,7 +61,8 @@ class Samples:
                 of_gradient = Objection(node, "is computed of a gradient")
                 self.values[node] = Value(Kind.MIXED, no_dims(node), objection=of_gradient)
             elif node.op == "get_attr":
-                self.values[node] = Value(Kind.SAME, no_dims(node))
+                may_count = self._made_like_batch(node)
+                self.values[node] = Value(Kind.SAME, no_dims(node), may_count=may_count)
         return self
 
     def of(self, node: Any) -> Value:
@@ -85,8 +87,8 @@ class Samples:
             else:
                 is_data = role.kind not in ("parameter", "gradient")
                 is_given = role.kind == "number" or (role.kind == "other" and not shape_of(node))
-                is_given = is_given and not role.is_loss_scale
-                value = Value(Kind.SAME, no_dims(node), is_data=is_data, is_given=is_given)
+                may_count = GIVEN if is_given and not role.is_loss_scale else ""
+                value = Value(Kind.SAME, no_dims(node), is_data=is_data, may_count=may_count)
                 self.values[node] = value
 
     def _noted(self, node: fx.Node, value: Value) -> Value:
@@ -101,12 +103,16 @@ class Samples:
         sources = list(map(self.of, sources_of(node)))
         result = self._result(node, sources)
         is_data = all(source.is_data for source in sources)
-        is_given = any(source.is_given for source in sources)
+        may_count = next((one.may_count for one in sources if one.may_count), "")
+        may_count = may_count or self._made_like_batch(node)
         parts = parts_of(sources)
         if getattr(node.target, "overloadpacket", None) not in _CUTS:
             part = parts[0] if len(parts) == 1 else WHOLE  # two make pairs
             result = [replace(value, part=part) for value in result]
-        values = [replace(value, is_data=is_data, is_given=is_given) for value in result]
+        if getattr(node.target, "overloadpacket", None) not in (aten.index, *_WRITES):
+            is_sorted = any(source.is_sorted for source in sources)
+            result = [replace(one, is_sorted=is_sorted and any(one.dims)) for one in result]
+        values = [replace(value, is_data=is_data, may_count=may_count) for value in result]
         outputs = node.meta.get("val")
         if not isinstance(outputs, (tuple, list)):
             return values[0]
@@ -159,15 +165,30 @@ class Samples:
 
     def _made_of_nothing(self, node: fx.Node) -> list[Value]:
         """Of random draws those are of samples that are as long as something that is."""
-        outputs = node.meta.get("val")
         found = []
-        for output in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
+        for output in _outputs_of(node):
             shape = sizes_of(output)
             is_drawn = bool(shape) and is_random(node) and shape[0] in self.sizes
             rest = (None,) * (len(shape) - 1)
             dims = ((1, shape[0]) if is_drawn else None, *rest) if shape else ()
             found.append(Value(Kind.SAMPLES if is_drawn else Kind.SAME, dims))
         return found or [Value(Kind.SAME)]
+
+    def _made_like_batch(self, node: fx.Node) -> str:
+        """Say that what is made of nothing is as long as the batch, or of its length."""
+        if node.all_input_nodes or is_random(node):
+            return ""
+        shapes = map(sizes_of, _outputs_of(node))
+        if any(n > 1 and n in self.sizes for shape in shapes for n in shape):
+            return "what is made as long as the batch, and not of it"
+        if node.op == "get_attr":
+            constant = getattr(self.graph.owning_module, node.target)
+            with compat.tensors.real_tensors():
+                number = constant.item() if constant.numel() == 1 else None
+        else:
+            number = argument_of(node, "fill_value") or argument_of(node, "s")
+        is_length = isinstance(number, (int, float)) and pointwise.is_size(self, number)
+        return "a number that is made of the batch's length" if is_length else ""
 
     def _of_part(self, node: fx.Node) -> Value:
         value = self.of(node.args[0])
@@ -194,7 +215,19 @@ class Samples:
         return name_of(total) != "sum" or self.of(total.args[0]).kind == Kind.SAMPLES
 
 
+def _outputs_of(node: fx.Node) -> Sequence[Any]:
+    outputs = node.meta.get("val")
+    return outputs if isinstance(outputs, (tuple, list)) else [outputs]
+
+
+GIVEN = "a number that the step is called with"
+
 _CUTS = (aten.slice, aten.split, aten.split_with_sizes)
+
+_WRITES = (
+    *(aten.index_add, aten.index_copy, aten.index_put),
+    *(aten.scatter, aten.scatter_add, aten.scatter_reduce),
+)
 
 _RULES: dict[Any, Callable[[Samples, fx.Node], Any]] = {
     **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape), views.viewed),
@@ -223,17 +256,7 @@ _RULES: dict[Any, Callable[[Samples, fx.Node], Any]] = {
     **dict.fromkeys((aten.embedding,), views.embedded),
     **dict.fromkeys((aten.gather,), views.gathered),
     **dict.fromkeys((aten.index,), views.indexed),
-    **dict.fromkeys(
-        (
-            aten.index_add,
-            aten.index_copy,
-            aten.index_put,
-            aten.scatter,
-            aten.scatter_add,
-            aten.scatter_reduce,
-        ),
-        views.scattered,
-    ),
+    **dict.fromkeys(_WRITES, views.scattered),
     **dict.fromkeys(
         (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.dot), products.product
     ),

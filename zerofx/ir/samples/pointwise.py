@@ -12,10 +12,11 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.samples.nodes import LINEAR, name_of, sources_of
+from zerofx.ir.samples.nodes import LINEAR, name_of, shape_of, sources_of
 from zerofx.ir.samples.values import (
     COMPARES,
     NOT_LINEAR,
+    OF_OTHERS,
     ONE,
     Dims,
     Kind,
@@ -44,6 +45,7 @@ def pointwise(samples: Samples, node: fx.Node) -> Value:
         if value.kind == Kind.MIXED:
             return replace(value, dims=dims)
     check_parts(node, inputs, dims)
+    _check_order(samples, node, dims)
     if all(value.is_plain for value in inputs):
         return _of_samples(samples, node, dims, inputs)
     if name in LINEAR:
@@ -63,6 +65,19 @@ def pointwise(samples: Samples, node: fx.Node) -> Value:
     if same and name in _OF_COUNTS and len({value.degrees for value in counts}) == 1:
         return replace(counts[0], dims=dims, is_marked=all(c.is_marked for c in counts))
     raise MixedError(node, NOT_LINEAR, dims)
+
+
+def _check_order(samples: Samples, node: fx.Node, dims: Dims) -> None:
+    """Raise MixedError where sorted samples meet others, or what goes by their order."""
+    sources = sources_of(node)
+    if not any(samples.of(source).is_sorted for source in sources):
+        return
+    at = next(at for at, span in enumerate(dims) if span) - len(dims)
+    for source in sources:
+        shape = shape_of(source)
+        has_order = len(shape) >= -at and shape[at] != 1
+        if has_order and not samples.of(source).is_sorted:
+            raise MixedError(node, OF_OTHERS, dims)
 
 
 def filled(samples: Samples, node: fx.Node) -> Value:
@@ -98,7 +113,7 @@ def _of_samples(samples: Samples, node: fx.Node, dims: Dims, inputs: list[Value]
         if isinstance(number, fx.Node):
             may_be = isinstance(number.meta["val"], torch.Tensor)  # and no size
         else:
-            may_be = _is_size(samples, _inverse(number, name == "div"))
+            may_be = is_size(samples, _inverse(number, name == "div"))
         if may_be:
             objection = _may_be_count(samples, node, number, of_sum, by)
     if name in LINEAR or name in ("mul", "div", "add", "sub", "rsub", "where"):
@@ -176,13 +191,13 @@ def _may_be_count(
     if 1 not in value.degrees or by.kind != Kind.SAME:
         return None
     if isinstance(number, fx.Node):
-        given = "scales a sum over the batch by a number that the step is called with"
-        return Objection(node, given) if by.is_given else None
+        scales = f"scales a sum over the batch by {by.may_count}"
+        return Objection(node, scales) if by.may_count else None
     if isinstance(number, bool) or number in (0, 1):
         return None
     is_division = name_of(node) == "div"
     inverse = _inverse(number, is_division)
-    if is_division or _is_size(samples, inverse):
+    if is_division or is_size(samples, inverse):
         return Objection(node, f"divides a sum over the batch by the number {inverse:g}")
     return None
 
@@ -192,7 +207,7 @@ def _inverse(number: float, is_division: bool) -> float:
     return number if is_division else 1 / number if number else 0.0
 
 
-def _is_size(samples: Samples, number: float) -> bool:
+def is_size(samples: Samples, number: float) -> bool:
     """Return whether a number may be how many samples there are, or how many elements."""
     if not math.isfinite(number):
         return False

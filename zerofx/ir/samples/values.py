@@ -61,7 +61,8 @@ class Value:
     ``degrees`` are the powers of a batch's size that its terms grow with: 1 for a sum, 0 for a sum
     that has been divided by a count.  ``is_scaled``: of one sample each, but for a count of all.
     ``is_data``: no parameter has to do with it.  ``is_marked``: a count that capture knows to be
-    divided by.  ``is_given``: a number that the step is called with is in it.
+    divided by.  ``may_count`` says what is in it that may be a count of a rank's batch.
+    ``is_sorted``: its samples are in an order that the batch has made.
     ``objection`` says what made a ``MIXED`` one; of a sum that is divided by nothing yet, or of its
     terms, what scales it by a number which may be a count.  ``part`` says which of the batch's
     samples these are.
@@ -73,7 +74,8 @@ class Value:
     is_scaled: bool = False
     is_data: bool = True
     is_marked: bool = False
-    is_given: bool = False
+    may_count: str = ""
+    is_sorted: bool = False
     objection: Objection | None = None
     part: Part = WHOLE
 
@@ -101,6 +103,7 @@ NOT_LINEAR = "computes something that is not linear of a batch's sums"
 
 COMPARES = "compares samples with one another"
 MIXES = "mixes the samples of a batch"
+OF_OTHERS = "takes samples that others decide on"
 
 ONE = frozenset({1})
 """The powers of a batch's size that a sum grows with."""
@@ -120,12 +123,14 @@ def parts_of(values: Iterable[Value]) -> list[Part]:
 def check_parts(node: fx.Node, values: Iterable[Value], dims: Dims) -> None:
     """Raise MixedError where samples meet their neighbours: where parts of the batch overlap.
 
-    Halves may be compared, as of pairs that a batch has one behind the other.
+    Or one is compared with several.  Halves may be, as of pairs that lie one behind the other.
     """
     for one, other in itertools.combinations(parts_of(values), 2):
         is_of_one = one.origin is other.origin or one.size == other.size
         is_same = (one.begin, one.end) == (other.begin, other.end)
-        if is_of_one and not is_same and one.begin < other.end and other.begin < one.end:
+        overlap = one.begin < other.end and other.begin < one.end
+        are_equal = one.end - one.begin == other.end - other.begin
+        if is_of_one and not is_same and (overlap or not are_equal):
             raise MixedError(node, COMPARES, dims)
 
 

@@ -21,6 +21,7 @@ from zerofx.ir.samples.pointwise import added
 from zerofx.ir.samples.values import (
     COMPARES,
     NOT_LINEAR,
+    OF_OTHERS,
     WHOLE,
     Dims,
     Kind,
@@ -30,6 +31,7 @@ from zerofx.ir.samples.values import (
     at_the_right,
     first_objection,
     first_of,
+    no_dims,
 )
 
 if TYPE_CHECKING:
@@ -91,6 +93,8 @@ def cut(samples: Samples, node: fx.Node) -> Value | list[Value]:
     at = (argument_of(node, "dim") or 0) % max(len(value.dims), 1)
     if value.kind != Kind.SAMPLES or not value.dims[at]:
         return value
+    if value.is_sorted:
+        raise MixedError(node, OF_OTHERS, value.dims)
     (source, *_), size = node.args, shape_of(node.args[0])[at]
     if name_of(node) == "slice":
         step = argument_of(node, "step")
@@ -201,7 +205,7 @@ def indexed(samples: Samples, node: fx.Node) -> Value:
     is_together = used == list(range(used[0], used[-1] + 1))
     begin = sum(at not in used for at in range(used[0])) if is_together else 0
     if any(value.dims[at] and _is_selection(samples, node.args[0], at, indices[at]) for at in used):
-        raise MixedError(node, "takes samples that others decide on", (None,) * len(shape_of(node)))
+        raise MixedError(node, OF_OTHERS, (None,) * len(shape_of(node)))
     if any(rest) and any(picked):
         raise MixedError(node, COMPARES, (*rest[:begin], *picked, *rest[begin:]))
     if is_reordered and picked:  # samples in another order
@@ -212,9 +216,15 @@ def indexed(samples: Samples, node: fx.Node) -> Value:
     dims = (*rest[:begin], *picked, *rest[begin:])
     if value.is_linear and any(picked):
         raise MixedError(node, NOT_LINEAR, dims)
+    by = [samples.of(indices[at]) for at in used]
+    is_sorted = any(one.kind == Kind.MIXED or one.is_sorted for one in by)
     if value.kind == Kind.SAME:
-        return Value(Kind.SAMPLES, dims)
-    return replace(value, dims=dims)
+        return Value(Kind.SAMPLES, dims, is_sorted=is_sorted)
+    if value.is_sorted:  # until an index that the batch has made puts it back
+        is_sorted = not any(
+            value.dims[at] and samples.of(indices[at]).kind == Kind.MIXED for at in used
+        )
+    return replace(value, dims=dims, is_sorted=is_sorted)
 
 
 def _is_selection(samples: Samples, of: fx.Node, at: int, index: fx.Node) -> bool:
@@ -254,10 +264,17 @@ def scattered(samples: Samples, node: fx.Node) -> Value:
     given_by = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
     by = next((one for one in given_by if isinstance(one, fx.Node)), None)
     adds = name_of(node) in ("index_add", "scatter_add", "scatter_reduce")
-    is_by_data = by is not None and samples.of(by).is_data and any(samples.of(by).dims)
-    if not any(dims) and shape:
-        if shape[at] not in samples.sizes or (adds and is_by_data and is_whole_number(by)):
-            raise MixedError(node, "adds up samples by their values", dims)
+    own = samples.of(by).dims if by is not None and is_whole_number(by) else ()
+    order = samples.of(by)
+    if len(own) == len(shape) and any(own) and not own[at]:  # each sample into its own place
+        dims = tuple(map(first_of, zip(dims, own, strict=True)))
+        return Value(Kind.SAMPLES, dims, is_sorted=order.is_sorted)
+    if order.kind == Kind.MIXED and is_whole_number(node):  # the inverse of an order
+        return replace(order, dims=no_dims(node))
+    is_by_value = adds and any(own) and order.kind == Kind.SAMPLES and not order.is_sorted
+    if shape and (not any(dims) or dims[at]) and (shape[at] not in samples.sizes or is_by_value):
+        raise MixedError(node, "adds up samples by their values", dims)
+    if shape and not any(dims):
         dims = tuple((1, n) if place == at else None for place, n in enumerate(shape))
     return Value(Kind.SAMPLES, dims)
 
