@@ -124,6 +124,16 @@ def _local(target: Callable) -> Insert:
     return insert
 
 
+def _nonzero(target: Callable) -> Insert:
+    """A partial that is ``target`` of whether elements are zero: one below it is as true as any."""
+    local = _local(target)
+
+    def insert(call: Callable, node: fx.Node, shard: fx.Node) -> fx.Node:
+        return local(call, node, call(aten.ne.Scalar, shard, 0))
+
+    return insert
+
+
 def _mean(call: Callable, node: fx.Node, total: fx.Node) -> fx.Node:
     total = call(aten.div.Tensor, total, node.args[0].meta["val"].numel())
     return _cast(call, node, total)
@@ -146,8 +156,8 @@ _SIMPLE = {
     aten.max.default: _LARGEST,
     aten.amin.default: _SMALLEST,
     aten.min.default: _SMALLEST,
-    aten.any.default: ReductionRule(0.0, "max", _local(aten.amax.default), _is_nonzero),
-    aten.all.default: ReductionRule(1.0, "min", _local(aten.amin.default), _is_nonzero),
+    aten.any.default: ReductionRule(0.0, "max", _nonzero(aten.amax.default), _is_nonzero),
+    aten.all.default: ReductionRule(1.0, "min", _nonzero(aten.amin.default), _is_nonzero),
 }
 
 

@@ -276,6 +276,8 @@ REDUCTIONS = {
     "any, true": (lambda g: (g > 0).any(), "max"),
     "all, true": (lambda g: g.isfinite().all(), "min"),
     "all, false": (lambda g: (g > 0).all(), "min"),
+    "any, of numbers below zero": (lambda g: g.clamp(max=0).any(), "max"),
+    "all, of numbers below zero": (lambda g: g.clamp(max=0).all(), "min"),
     "count": (lambda g: (g > 0).sum(), "sum"),
     "sum of cubes of a clamp": (lambda g: g.clamp(-1, 1).pow(3).sum(), "sum"),
     "sum of what padding does not keep zero": (lambda g: g.exp().sum(), "sum"),
