@@ -20,18 +20,30 @@ aten = torch.ops.aten
 
 
 def normalize(gm: fx.GraphModule, ctx: PassContext) -> Counts:
-    """Drop copies into fresh memory, no-ops and reads of a mere shape.
+    """Drop copies into fresh memory, no-ops and reads of a mere shape; write what is assigned.
 
     Before::
 
-        e = empty_like(p);  c = copy(e, x);  w = copy_(q, q)
+        e = empty_like(p);  c = copy(e, x + 1);  w = copy_(q, q);  s = set_(r, y)
 
-    After: ``x`` is read for ``c``, ``q`` for ``w``, and ``p`` by nothing.
+    After: ``x + 1`` is read for ``c``, ``q`` for ``w``, and ``p`` by nothing; ``s = copy_(r, y)``.
     """
     before = len(gm.graph.nodes)
+    _write_assigned_data(gm)
     shapes = _detach_shapes_from_parameters(gm)
     _drop_copies(gm)
     return {"shapes": shapes, "dropped": before - len(gm.graph.nodes)}
+
+
+def _write_assigned_data(gm: fx.GraphModule) -> None:
+    """``set_(p, value)``, which is ``p.data = value`` -> ``copy_(p, value)``.
+
+    A parameter and its gradient keep their memory, which may be a shard's.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=aten.set_.source_Tensor):
+        into = node.args[0]
+        if into.op == "placeholder" and input_role(into).parameter >= 0:
+            node.target = aten.copy_.default
 
 
 def _detach_shapes_from_parameters(gm: fx.GraphModule) -> int:
@@ -60,8 +72,8 @@ def _detach_shapes_from_parameters(gm: fx.GraphModule) -> int:
 
 
 def _drop_copies(gm: fx.GraphModule) -> None:
-    """``copy(x, y)`` -> ``y`` where both have one dtype, shape and layout and x is unread."""
-    kept = {node for node in placeholders(gm.graph) if input_role(node).kind != "other"}
+    """``copy(x, y)`` -> ``y`` where both have one dtype, shape and layout and y is no input's."""
+    kept = set(placeholders(gm.graph))
     for node in list(gm.graph.nodes):
         if node.target is not aten.copy.default:
             continue
@@ -69,9 +81,9 @@ def _drop_copies(gm: fx.GraphModule) -> None:
         if _layout(into.meta["val"]) != _layout(source.meta["val"]):
             continue
         if kept & memory_of(source):
-            continue  # a copy of a parameter or gradient must not become its alias
+            continue  # a copy of an input, which may be written later, must not become its alias
         if into in kept and is_view(source):
-            # The new value of a parameter, which will be updated in place: not a view of another.
+            # The new value of an input, which will be updated in place: not a view of another.
             node.target, node.args = aten.clone.default, (source,)
             continue
         node.replace_all_uses_with(source)

@@ -157,13 +157,15 @@ def test_a_copy_that_changes_something_stays(into):
     assert actual.stride() == expected.stride()
 
 
-def test_a_copy_of_a_parameter_does_not_become_its_alias():
+@pytest.mark.parametrize("role", [PARAMETER, InputRole("other")], ids=["parameter", "other"])
+def test_a_copy_of_an_input_does_not_become_its_alias(role):
     def function(p):
         return aten.copy.default(torch.empty_strided((2, 3), (3, 1)), p)
 
     p = torch.randn(2, 3)
-    gm = trace(function, p, roles=[PARAMETER])
+    gm = trace(function, p, roles=[role])
     normalize(gm, None)
+    gm.recompile()
     assert gm(p).data_ptr() != p.data_ptr()
 
 

@@ -749,6 +749,23 @@ def normalizing_step():
 
 
 @functools.cache
+def assigning_step():
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model.weight.data = model.weight.data * 0.9
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.data = p.data.clamp(-0.1, 0.1)
+
+    return capture(step, torch.randn(4, 6), world_size=2)
+
+
+@functools.cache
 def zeroing_step():
     torch.manual_seed(0)
     model = nn.Embedding(7, 3)
@@ -765,11 +782,19 @@ def zeroing_step():
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("step", [clamping_step, normalizing_step, zeroing_step])
+@pytest.mark.parametrize("step", [clamping_step, normalizing_step, assigning_step, zeroing_step])
 def test_a_parameter_may_be_written_before_and_after_its_update(step, stage):
     captured = step()
     program = rewritten(captured, stage=stage)
     assert_same_numerics(execute(captured), execute(program), bitwise=False)
+
+
+def test_a_value_that_is_assigned_is_written_to_the_shard():
+    program = sharded(assigning_step())
+    assert not nodes_of(program, aten.set_.source_Tensor)
+    writes = nodes_of(program, aten.copy_.default)
+    assert [write.args[0].op for write in writes] == ["placeholder"] * 2
+    assert all(write.meta["val"].dim() == 1 for write in writes)
 
 
 def test_weights_clamped_after_the_update_stay_on_shards():

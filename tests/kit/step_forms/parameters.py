@@ -156,6 +156,20 @@ def weights_written_after_the_update(zero):
     return simple(zero, step)
 
 
+@form()
+def weights_assigned_as_data(zero):
+    def step(model, optimizer, *batch):
+        loss = squared_loss(model, *batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.data = p.data.clamp(-0.2, 0.2)
+        return loss
+
+    return simple(zero, step)
+
+
 @form(sums_over_shards=True)
 def penalty_in_the_loss(zero):
     def loss_of(model, *batch):
