@@ -393,3 +393,33 @@ def test_a_gradient_scalers_found_inf_is_the_same_on_every_rank():
 
     captured = capture(step, torch.randn(3, 4), world_size=2)
     assert_same_numerics(execute(captured), execute(averaged(captured, stage=0)))
+
+
+def trains_by_hand(x, weight):
+    (x @ weight).square().mean().backward()
+    with torch.no_grad():
+        weight -= 0.1 * weight.grad
+        weight.grad = None
+
+
+def test_a_plain_tensor_that_is_trained_by_hand_is_refused_where_there_are_other_ranks():
+    weight = torch.randn(4, 3, requires_grad=True)
+
+    def step(x):
+        trains_by_hand(x, weight)
+
+    average = weight.detach().clone().requires_grad_()
+
+    def averages(x):
+        (x @ weight).square().mean().backward()
+        with torch.no_grad():
+            average.lerp_(weight, 0.1)
+
+    capture(averages, torch.randn(2, 4), world_size=2)
+    with pytest.raises(StepError, match="trains 'weight', which is not an nn.Parameter.*Wrap"):
+        capture(step, torch.randn(2, 4), world_size=2)
+    capture(step, torch.randn(2, 4), world_size=1)
+
+
+def test_what_a_step_is_called_with_may_be_trained_by_each_rank():
+    capture(trains_by_hand, torch.randn(2, 4), torch.randn(4, 3, requires_grad=True), world_size=2)

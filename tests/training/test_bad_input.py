@@ -142,6 +142,14 @@ def adds_noise_to_gradients(model, optimizer, x, y):
     return loss
 
 
+def differentiates_its_gradients_again(model, optimizer, x, y):
+    loss = squared_loss(model, x, y)
+    loss.backward(create_graph=True)  # here
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def writes_its_own_batch_into_a_weight(model, optimizer, x, y):
     loss = good_step(model, optimizer, x, y)
     with torch.no_grad():
@@ -238,6 +246,10 @@ REFUSALS = {
         good_step,
         ("not the parameters the loss depends on", "Build the optimizer from this model's"),
         make_optimizer=of_another_model,
+    ),
+    "create_graph": Refusal(
+        differentiates_its_gradients_again,
+        ("{line}", "backward(create_graph=True)", "torch.autograd.grad(loss, parameters"),
     ),
     "two devices": Refusal(
         uses_both_devices,
@@ -937,7 +949,20 @@ def test_gradients_that_a_rank_computed_for_itself_are_refused(ranks, stage):
         assert re.search("gradient of parameter .* is this rank's own, .*mean over all", answer)
 
 
-def test_writing_a_parameter_through_data_is_refused():
+def multiplies(data):
+    data.mul_(0.9)
+
+
+def subtracts(data):
+    data -= 0.1
+
+
+def sets_a_row(data):
+    data[0] = 0.1
+
+
+@pytest.mark.parametrize("write", [multiplies, subtracts, sets_a_row])
+def test_writing_a_parameter_through_data_is_refused(write):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -945,7 +970,7 @@ def test_writing_a_parameter_through_data_is_refused():
         loss = model(x).square().mean()
         loss.backward()
         for p in model.parameters():
-            p.data.mul_(0.9)
+            write(p.data)
         optimizer.step()
         optimizer.zero_grad()
         return loss
@@ -953,6 +978,14 @@ def test_writing_a_parameter_through_data_is_refused():
     with pytest.raises(StepError, match=r"through \.data.*torch\.no_grad"):
         torch.compile(step, backend="zero")(torch.ones(2, 3))
     assert type(model.weight) is torch.nn.Parameter
+
+
+def test_a_parameter_that_an_optimizer_has_twice_is_refused():
+    model = Mlp()
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = torch.optim.SGD([*model.parameters(), model.head.weight], lr=1e-2)
+    with pytest.raises(StepError, match="'head.weight' more than once.*dict.fromkeys"):
+        zero(good_step)(model, optimizer, *BATCH)
 
 
 def test_data_of_another_shape_is_refused():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,12 +52,16 @@ def check_step(step: StepCapture) -> None:
             "happen after the compiled program, which has updated with the old value by then. "
             "Set it before the call, or call a learning-rate scheduler after it."
         )
+    if step.mesh.world_size > 1:
+        _check_plain_tensors(step)
     for node in step.gm.graph.nodes:
         if node.target == torch.lstm and any(d.type == "cpu" for d in devices):
             raise StepError(
                 "nn.LSTM on a CPU cannot be traced by torch: its kernel returns a workspace "
                 f"that tracing does not know. Use nn.GRU, or a GPU.{_location(node)}"
             )
+        if is_backward_call(node) and argument(node, 4, "create_graph"):
+            _check_differentiated_again(node)
         if "_get_data_attr" in str(node.target) and node.args[0] in step.index_of_input:
             _check_data(step, node)
         if node.target is torch.Tensor.set_ and node.args[0] in step.index_of_input:
@@ -72,17 +76,66 @@ def check_step(step: StepCapture) -> None:
     _check_results(step)
 
 
+def _check_differentiated_again(call: fx.Node) -> None:
+    """Refuse ``backward(create_graph=True)``, whose gradients become ``p.grad``."""
+    copies = (user for item in call.users for user in item.users if user.target == "copy_")
+    if any(copy.args[0].target is torch.empty_like for copy in copies):
+        raise StepError(
+            "backward(create_graph=True) leaves gradients in p.grad that are differentiated "
+            "again, before they could be averaged over ranks. Take those with "
+            "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() "
+            f"without it on what the optimizer is to minimise.{_location(call)}"
+        )
+
+
 def _check_data(step: StepCapture, node: fx.Node) -> None:
     """Refuse writing through ``p.data``: the write would reach freed memory."""
     for user in node.users:
-        in_place = user.op == "call_method" and str(user.target).endswith("_")
-        if in_place or user.target is operator.setitem:
+        if node in _written(user):
             name = step.table[step.index_of_input[node.args[0]]].name
             raise StepError(
                 f"the step writes to parameter {name!r} through .data, which tracing cannot "
                 "see as a write to the parameter. Write to the parameter itself under "
                 f"torch.no_grad().{_location(user)}"
             )
+
+
+def _check_plain_tensors(step: StepCapture) -> None:
+    """Refuse training a plain tensor by hand, on several ranks: its gradient is this rank's own.
+
+    What the step is called with, each rank may change as it likes.
+    """
+    calls = filter(is_backward_call, step.gm.graph.nodes)
+    differentiated = {node for call in calls for _, node in gradients_from(call)}
+    for node, role in zip(step.placeholders, step.roles, strict=True):
+        if role.kind != "other" or role.is_argument or node not in differentiated:
+            continue
+        for user in node.users:
+            if node in _written(user):
+                raise StepError(
+                    f"the step trains {readable(compat.dynamo.source_name(node))!r}, which is not "
+                    "an nn.Parameter made outside the step: only gradients of those are averaged "
+                    f"over ranks. Wrap the tensor in nn.Parameter.{_location(user)}"
+                )
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The operands that a call of Dynamo's graph writes to in place."""
+    name, written = getattr(node.target, "__name__", str(node.target)), []
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place or node.target in _ASSIGNMENTS:
+        fx.node.map_arg(node.args[:1], written.append)
+    return written
+
+
+_ASSIGNMENTS = {
+    operator.setitem,
+    *(
+        getattr(operator, f"i{name}")
+        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+    ),
+}
+"""What Python calls for ``x[i] = y`` and ``x += y``."""
 
 
 def _check_assigned_data(step: StepCapture, node: fx.Node) -> None:
@@ -163,6 +216,14 @@ def _check_optimizer(step: StepCapture, node: fx.Node) -> None:
                 "outside the step: only those can be sharded. Wrap the tensor in nn.Parameter."
                 f"{_location(node)}"
             )
+    twice = [one for one in dict.fromkeys(parameters) if parameters.count(one) > 1]
+    if twice:
+        name = step.table[step.index_of_input[twice[0]]].name
+        raise StepError(
+            f"the optimizer has parameter {name!r} more than once, as lists of the parameters of "
+            "modules that share a weight have it: a step updates a shard once. Give it each "
+            f"parameter once: list(dict.fromkeys(parameters)).{_location(node)}"
+        )
     found_inf = argument(node, 3, "found_inf")
     indices = [step.index_of_input[parameter] for parameter in parameters]
     node.args, node.kwargs = (*node.args[:3], found_inf, indices), {}
@@ -228,6 +289,15 @@ def _address(tensor: torch.Tensor) -> int | tuple[str, int]:
 
 def is_backward_call(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is torch.autograd.grad
+
+
+def gradients_from(call: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The gradients that a call of backward has for its inputs, each with its input."""
+    wanted = argument(call, 1, "inputs")
+    wanted = wanted if isinstance(wanted, (tuple, list)) else [wanted]
+    for item in list(call.users):
+        if item.meta.get("example_value") is not None:
+            yield item, wanted[item.args[1]]
 
 
 def argument(node: fx.Node, position: int, name: str) -> Any:

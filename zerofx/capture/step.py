@@ -20,7 +20,13 @@ from torch import fx, nn
 
 from zerofx import compat
 from zerofx.capture.batch_norm import spread_batch_norms
-from zerofx.capture.checks import argument, check_step, is_backward_call, readable
+from zerofx.capture.checks import (
+    argument,
+    check_step,
+    gradients_from,
+    is_backward_call,
+    readable,
+)
 from zerofx.capture.divisors import mark_losses, weigh_losses, without_marks
 from zerofx.capture.losses import count_ranks, spread_losses
 from zerofx.errors import StepError
@@ -161,11 +167,9 @@ class StepCapture:
         for call in [node for node in graph.nodes if is_backward_call(node)]:
             if argument(call, 4, "create_graph"):
                 continue  # differentiated again: it is not the gradient the optimizer sees
-            wanted = call.args[1] if len(call.args) > 1 else call.kwargs["inputs"]
-            wanted = wanted if isinstance(wanted, (tuple, list)) else [wanted]
-            for item in list(call.users):
-                parameter = self.index_of_input.get(wanted[item.args[1]])
-                if parameter is None or item.meta.get("example_value") is None:
+            for item, wanted in gradients_from(call):
+                parameter = self.index_of_input.get(wanted)
+                if parameter is None:
                     continue
                 with graph.inserting_after(item):
                     marker = graph.call_function(ops.gradient, (item, parameter))
