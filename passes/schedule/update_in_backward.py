@@ -48,7 +48,8 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         if cuts:  # whose memory it may turn out to be: passes/fuse/write_back.py
             values += cuts[0].all_input_nodes
         if ctx.options.stage == 3 and info.shares_bucket:  # what is gathered is all of the bucket
-            values += [wholes[mate.index] for mate in ctx.table.bucket(info.place.bucket)]
+            mates = [mate.index for mate in ctx.table.bucket(info.place.bucket)]
+            values += [wholes[mate] for mate in mates if mate in wholes]
         # Now that these have moved:
         anchor = max(before | _readers(values, {update, *cuts}), default=None)
         if anchor is None or not anchor < update:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -15,10 +17,12 @@ from tests.kit.programs import (
     mlp_step,
     nodes_of,
     rewritten,
+    rewritten_by_rank,
 )
 from zerofx import GraphError
 from zerofx.ir import ops
 from zerofx.ir.graph import is_backward, program_order
+from zerofx.ir.parameters import Place
 from zerofx.ir.roles import role
 from zerofx.verify.verifier import verify
 
@@ -79,6 +83,23 @@ def decaying_step():
         optimizer.step()
         optimizer.zero_grad()
         return loss
+
+    return capture(step, torch.randn(2, 4), world_size=2)
+
+
+def clipping_with_gradients_of_earlier_calls():
+    """Only the weights are updated: of the biases only gradients come in."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = torch.optim.SGD([model[0].weight, model[2].weight], lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+
+    def step(x):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return x.sum()
 
     return capture(step, torch.randn(2, 4), world_size=2)
 
@@ -169,3 +190,15 @@ def test_an_update_before_the_last_reader_is_found():
     assert whole is not late
     with pytest.raises(GraphError, match="after .* has overwritten it"):
         verify(program.gm, context_of(program).table, FACTS)
+
+
+def test_a_bucket_may_have_parameters_of_which_only_gradients_come_in():
+    captured = clipping_with_gradients_of_earlier_calls()
+    places = [Place(0, *place, shard_numel=22) for place in ((0, 20), (20, 15), (35, 5), (40, 4))]
+    infos = zip(captured.table, places, strict=True)
+    captured.table.parameters = tuple(replace(info, assigned=place) for info, place in infos)
+    before, after = (
+        rewritten_by_rank(captured, bucket=False, update_in_backward=moves)
+        for moves in (False, True)
+    )
+    assert_same_numerics(execute(before), execute(after))
