@@ -331,13 +331,15 @@ class ShardPropagation:
         Nodes in between would then be repeated on a copy of new values.  Views see them rightly.
         """
         source = self.values[node].source
-        if source is None or source.node.op != "placeholder":
+        if source is None or source.shard.op != "placeholder":
             return False
         chain = source.chain
         repeated = reached({node} & chain, lambda found: chain.intersection(found.all_input_nodes))
         computed = [found for found in repeated if not aliased_inputs(found)]
+        if source.cast_to is not None:
+            computed.append(source.node)
         return bool(computed) and any(
-            min(computed) < writer < reader for writer in writers(source.node)
+            min(computed) < writer < reader for writer in writers(source.shard)
         )
 
     def _gather_by_itself(self, node: fx.Node) -> None:

@@ -635,6 +635,24 @@ def test_what_is_computed_before_an_update_and_read_after_it_is_a_shard_until_th
     assert_same_numerics(execute(captured), execute(program))
 
 
+def test_a_narrow_cast_made_before_an_update_and_read_after_it_has_the_old_value():
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(x):
+        with torch.no_grad():
+            low = model.weight.to(torch.bfloat16)
+        loss = (x @ low.float()).mean() + model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return low, low.t() * 2
+
+    captured = capture(step, torch.randn(4, 6), world_size=2)
+    assert_same_numerics(execute(captured), execute(sharded(captured)))
+
+
 def test_two_optimizer_steps_in_one_program_read_what_the_first_wrote():
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
