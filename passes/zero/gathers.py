@@ -323,12 +323,34 @@ def _taken_from(builder: Builder, wait: fx.Node, source: GatherSource, reader: f
     """Return a source's whole value, or its kept shard, as a part of the gathered buffer."""
     info = source.parameter
     if not source.is_joined:
-        return unflatten(builder, wait, info, source.shape or info.shape, reader)
+        whole = unflatten(builder, wait, info, source.shape or info.shape, reader)
+        return _laid_out_like(builder, whole, source, reader)
     begin, numel = info.kept.position_in_shard, info.kept.shard_numel
     if not info.shares_bucket:
         return wait
     origin = {"role": Role.KEPT_SHARD, "parameter": info.index, "like": reader}
     return builder.call(aten.slice.Tensor, wait, 0, begin, begin + numel, **origin)
+
+
+def _laid_out_like(
+    builder: Builder, whole: fx.Node, source: GatherSource, reader: fx.Node
+) -> fx.Node:
+    """Return a gathered value in the layout that what reads it was traced for.
+
+    That of a gradient may be another than its parameter's, in whose order shards are cut.
+    """
+    wanted, given = source.node.meta["val"], whole.meta["val"]
+    if source.node.op == "placeholder" or _layout(wanted) == _layout(given):
+        return whole
+    origin = {"role": Role.WHOLE, "parameter": source.parameter.index, "like": reader}
+    layout = (list(given.shape), list(wanted.stride()))
+    empty = builder.call(aten.new_empty_strided.default, whole, *layout, **origin)
+    return builder.call(aten.copy.default, empty, whole, **origin)
+
+
+def _layout(value: torch.Tensor) -> list[int]:
+    """Strides of the dimensions along which a step is ever taken."""
+    return [step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]
 
 
 def _rebuild(

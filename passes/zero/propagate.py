@@ -365,7 +365,8 @@ class ShardPropagation:
     def _shard_operand(self, operand: fx.Node, info: ParameterInfo, reader: fx.Node) -> fx.Node:
         """The shard of an operand: its own, or this rank's range of a uniform whole value.
 
-        What is sharded like another parameter is gathered, and cut like this one.
+        What is sharded like another parameter is gathered, and cut like this one.  What is
+        flattened, as a contiguous parameter may be, gets the parameter's shape first.
         """
         value = self.values.get(operand)
         if value is not None and not value.can_shard:
@@ -378,11 +379,15 @@ class ShardPropagation:
         origin = {"role": Role.TAKE_SHARD, "parameter": info.index, "like": reader}
         call: Callable[..., fx.Node] = partial(self.builder.call, **origin)
         over = self.ctx.mesh.cut_in(info.world_size)
-        shard = call(ops.take_shard, operand, info.index, info.shard_numel, **over)
+        whole = operand
+        if tuple(operand.meta["val"].shape) != info.shape:
+            reshape = aten.view if operand.meta["val"].is_contiguous() else aten.reshape
+            whole = call(reshape.default, operand, list(info.shape))
+        shard = call(ops.take_shard, whole, info.index, info.shard_numel, **over)
         if value is not None and value.parameter.kept.lies_like(info):
             self.join(shard, value.parameter, self.shard_of(operand), reader)
         else:
-            self._use_whole(shard)
+            self._use_whole(shard if whole is operand else whole)
         return shard
 
     def _finest(self, node: fx.Node, reader: fx.Node) -> fx.Node:

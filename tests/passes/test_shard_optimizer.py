@@ -565,3 +565,51 @@ def test_a_narrow_reduction_stays_narrow_when_scattered():
     torch.testing.assert_close(
         rounded.parameters["w"][0], exact.parameters["w"][0], rtol=1e-2, atol=1e-2
     )
+
+
+def test_a_flattened_gradient_takes_a_flattened_parameter():
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(5, 3))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+
+    def step(x):
+        (x @ w).pow(2).mean().backward()
+        flat = w.grad.view(-1)
+        flat.add_(w.detach().view(-1), alpha=0.1)
+        flat.mul_(torch.ones(3, 5).t().flatten())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    captured = capture(step, torch.randn(4, 5), world_size=2)
+    assert not gradient_gathers(sharded(captured))
+    for stage in (1, 3):
+        assert_same_numerics(execute(captured), execute(rewritten(captured, stage=stage)))
+
+
+def channels_last() -> nn.Module:
+    return nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+
+
+def transposed() -> nn.Module:
+    model = nn.Linear(5, 3)
+    model.weight = nn.Parameter(torch.randn(5, 3).t())
+    return model
+
+
+@pytest.mark.parametrize("make", [channels_last, transposed])
+def test_a_gradient_is_flattened_in_the_order_of_its_dimensions(make):
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model(x).pow(2).mean().backward()
+        flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+        return flat
+
+    captured = capture(step, torch.randn((2, 2, 4, 4) if make is channels_last else (4, 5)))
+    for stage in (1, 3):
+        program = rewritten(captured, stage=stage)
+        assert_same_numerics(execute(captured), execute(program), bitwise=False)
