@@ -676,3 +676,33 @@ def test_mutants_are_not_all_harmless():
 def test_roles_are_typed_records():
     for node in good_program(clip=True).graph.nodes:
         assert provenance(node) is None or isinstance(provenance(node), Provenance)
+
+
+@functools.cache
+def with_assigned_gradients():
+    """One parameter trains for another, and one that the loss does not read gets zeros."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    model.unused = nn.Parameter(torch.randn(5))
+    master = nn.Parameter(model.weight.detach().double())
+    optimizer = torch.optim.AdamW([master, model.unused], lr=0.1)
+
+    def step(x):
+        model(x).square().mean().backward()
+        master.grad = model.weight.grad.double()
+        if model.unused.grad is None:
+            model.unused.grad = torch.zeros_like(model.unused)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+        with torch.no_grad():
+            model.weight.copy_(master)
+
+    return capture(step, torch.randn(2, 4), world_size=2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_may_be_assigned_to_a_parameter_that_has_none_of_its_own(stage):
+    captured = with_assigned_gradients()
+    program = rewritten(captured, stage=stage)
+    assert_same_numerics(execute(captured), execute(program), bitwise=False)

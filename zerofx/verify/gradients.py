@@ -10,7 +10,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliases import mutated_inputs
 from zerofx.ir.graph import rank_varying
-from zerofx.ir.interface import input_role, recorded
+from zerofx.ir.interface import gradient_of, input_role, placeholders, recorded
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.offload import operands_of_updates
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
@@ -38,7 +38,12 @@ def verify_averages(graph: fx.Graph, table: ParameterTable) -> None:
 def _updates_read_averaged_gradients(
     graph: fx.Graph, table: ParameterTable, varying: set[fx.Node]
 ) -> None:
-    """Every update's gradient is a mean over ranks, or came in as one; no two share a value."""
+    """Check that updates read means over ranks, or what came in as one; no two share a value.
+
+    A parameter that backward gave no gradient has what the step has assigned to it.
+    """
+    given = {input_role(node).parameter for node in placeholders(graph, "gradient")}
+    given = given.union(*map(gradient_of, graph.nodes))
     written: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.target is ops.gradient:
@@ -53,7 +58,7 @@ def _updates_read_averaged_gradients(
             written[value] = node
         for gradient, parameter in operands:
             what = f"updates {table[parameter].name!r} with {gradient.name}, which"
-            if not _is_average_of(gradient, table[parameter]):
+            if parameter in given and not _is_average_of(gradient, table[parameter]):
                 raise broken(node, f"{what} is not computed from the average of its gradient.")
             if gradient in varying:
                 raise broken(node, f"{what} differs between ranks.")
