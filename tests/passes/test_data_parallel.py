@@ -22,6 +22,7 @@ from tests.kit.programs import (
 )
 from zerofx import StepError
 from zerofx.ir import ops
+from zerofx.ir.collectives import schedule
 from zerofx.ir.roles import Provenance
 
 
@@ -423,3 +424,32 @@ def test_a_plain_tensor_that_is_trained_by_hand_is_refused_where_there_are_other
 
 def test_what_a_step_is_called_with_may_be_trained_by_each_rank():
     capture(trains_by_hand, torch.randn(2, 4), torch.randn(4, 3, requires_grad=True), world_size=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": 1}, {"lowering": "inductor"}], ids=str)
+def test_ranks_compare_the_numbers_that_lead_to_updates(options):
+    program = rewritten(with_numbers(), **{"stage": 3, **options})
+    text = "\n".join(schedule(program.gm, program.table, 3))
+    for number in ("0.125", "0.375", "0.875"):
+        assert f"of averaged gradients and {number}" in text
+    assert "0.625" not in text
+
+
+@functools.cache
+def with_numbers():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.grad.add_(p, alpha=0.125)
+                p.grad.lerp_(p, 0.375)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.875)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm * 0.625
+
+    return capture(step, torch.randn(2, 4), world_size=2)

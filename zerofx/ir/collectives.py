@@ -7,11 +7,10 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.graph import updated_by
-from zerofx.ir.interface import recorded
+from zerofx.ir.interface import gradient_work, recorded, written_input
 from zerofx.ir.parameters import ParameterTable
+from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, role, served
-
-aten = torch.ops.aten
 
 
 def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str, ...]:
@@ -49,22 +48,39 @@ def _numbers_in_gradients(graph: fx.Graph) -> list[str]:
     """A line per operation between averaged gradients and updates that takes a plain number.
 
     The number may be a rank's own, as that of its batch's rows is, and each rank would scale
-    its own shards by it.
+    its own shards by it.  Norms of gradients are followed too; what a step only reports is not.
     """
     averaged: set[fx.Node] = set()
-    lines = []
+    lines: set[str] = set()
+    leading = _leading_to_updates(graph)
     for node in graph.nodes:
-        if role(node) == Role.REDUCE_GRADIENT and not ops.starts(node):
+        if role(node) in (Role.REDUCE_GRADIENT, Role.REDUCE_SCALAR) and not ops.starts(node):
             averaged.add(node)
+        if (work := gradient_work(node)) is not None:
+            lines.update(*map(_with_numbers, work.graph_module.graph.nodes))
         if node.op != "call_function" or ops.is_ours(node.target):
             continue
         if averaged.isdisjoint(node.all_input_nodes):
             continue
         averaged.add(node)
-        if getattr(node.target, "overloadpacket", None) in _ARITHMETIC:
-            numbers = [str(value) for value in node.args if isinstance(value, int | float)]
-            lines += [f"{node.target} of averaged gradients and {number}" for number in numbers]
-    return lines
+        if node in leading:
+            lines.update(_with_numbers(node))
+    return sorted(lines)
 
 
-_ARITHMETIC = {aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.pow}
+def _leading_to_updates(graph: fx.Graph) -> set[fx.Node]:
+    """All that updates, written inputs and stored gradients are computed from, with these."""
+    of_program, results = recorded(graph), graph.output_node().args[0]
+    stored = {**of_program.gradients, **of_program.written_gradients}
+    ends = [node for node in graph.nodes if updated_by(node) or written_input(node)]
+    ends += [results[position] for position in stored]
+    return set(reached(ends, lambda node: node.all_input_nodes))
+
+
+def _with_numbers(node: fx.Node) -> list[str]:
+    """A line per plain number that an elementwise operation takes."""
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return []
+    operands = (*node.args, *node.kwargs.values())
+    numbers = [value for value in operands if isinstance(value, int | float)]
+    return [f"{node.target} of averaged gradients and {number}" for number in numbers]
