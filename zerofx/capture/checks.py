@@ -121,7 +121,8 @@ def _check_plain_tensors(step: StepCapture) -> None:
 
 def _written(node: fx.Node) -> list[fx.Node]:
     """The operands that a call of Dynamo's graph writes to in place."""
-    name, written = getattr(node.target, "__name__", str(node.target)), []
+    written: list[fx.Node] = []
+    name = getattr(node.target, "__name__", str(node.target))
     in_place = name.endswith("_") and not name.endswith("__")
     if in_place or node.target in _ASSIGNMENTS:
         fx.node.map_arg(node.args[:1], written.append)
