@@ -15,7 +15,7 @@ from zerofx.passes.memory.saved_values import is_fused
 
 
 def stagger_waits(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
-    """Let each ``wait`` follow the next start: one transfer overlaps compute at a time.
+    """Put each ``wait`` in front of the next start: one transfer overlaps compute at a time.
 
     A started reduction keeps its whole input alive until its wait, so waits must not pile up
     at the end of backward.  ``pairs`` are (start, wait); a wait that is read before the next
