@@ -13,9 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
+import zerofx
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainers import as_torchrun
-from zerofx.errors import StepError
+from zerofx.errors import CheckpointError, RankError, StepError
 from zerofx.integrations.accelerate import ZeroAccelerator, _check
 
 ROWS, CLASSES, MOST = 24, 3, 0.5
@@ -205,6 +206,48 @@ def test_what_two_ranks_save_is_resumed_on_others(ranks, tmp_path):  # noqa: F81
     model = built()
     load_checkpoint_in_model(model, f"{folder}/model")
     assert not torch.equal(model[0].weight, built()[0].weight)
+
+
+class Unsaved:
+    """An object of the user's whose state cannot be saved the second time."""
+
+    times = 0
+
+    def state_dict(self):
+        self.times += 1
+        if self.times == 2:
+            raise OSError("as if killed here")
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def saved_in_part(folder):
+    """Save once, and once in part; return what is said of loading that, and what is left then."""
+    with as_torchrun():
+        loop = Loop(4)
+        loop.accelerator.register_for_checkpointing(Unsaved())
+        loop.accelerator.save_state(folder)
+        loop.schedule.step()
+        rate, bias = loop.schedule.get_last_lr(), loop.model[0].bias.tolist()
+        with torch.no_grad():
+            loop.model[0].bias += 1
+        with pytest.raises((OSError, RankError), match="as if killed here"):
+            loop.accelerator.save_state(folder)
+        with pytest.raises(CheckpointError) as caught:
+            loop.accelerator.load_state(folder)
+        assert loop.schedule.get_last_lr() == rate, "nothing was loaded"
+        zerofx.load(f"{folder}/zero", loop.model)
+        assert loop.model[0].bias.tolist() == bias
+        loop.accelerator.save_state(folder)
+        loop.accelerator.load_state(folder)
+        return str(caught.value)
+
+
+def test_a_state_that_was_saved_in_part_is_not_loaded(ranks, tmp_path):  # noqa: F811
+    for message in ranks(2).run(saved_in_part, str(tmp_path / "saved")):
+        assert "was not saved to the end" in message and "Load another checkpoint" in message
 
 
 def refusal(given):

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainers import as_torchrun
 from zerofx import full_params
+from zerofx.errors import RankError
 from zerofx.integrations import fabric as of_fabric
 from zerofx.integrations.lightning import ZeroStrategy
 
@@ -298,6 +299,39 @@ def test_all_that_a_trainer_does(ranks, tmp_path):  # noqa: F811
     assert mean == pytest.approx(tested["tested"], rel=1e-5)
 
 
+def refuse(*arguments, **named):
+    raise OSError("No space left on device")
+
+
+def saved_in_part(folder):
+    """Save, and save once more without room for the rest; return what is gone on from."""
+    with as_torchrun():
+        trainer, model = trainer_of(folder, strategy_of(), _ranks(), max_steps=1), Classifier()
+        trainer.fit(model, batches(4))
+        with full_params(model):
+            bias = model.net[0].bias.tolist()
+        trainer.save_checkpoint(f"{folder}/last.ckpt")
+        trainer.fit_loop.epoch_loop.max_steps = 2
+        trainer.fit(model, batches(4))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer.strategy.checkpoint_io, "save_checkpoint", refuse)
+            with pytest.raises((OSError, RankError), match="No space left on device"):
+                trainer.save_checkpoint(f"{folder}/last.ckpt")
+            with pytest.raises((OSError, RankError), match="No space left on device"):
+                trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+        trainer.save_checkpoint(f"{folder}/file.ckpt", weights_only=True)
+        with pytest.raises(FileExistsError, match="is a file, and ranks write their shards"):
+            trainer.save_checkpoint(f"{folder}/file.ckpt")
+        trainer, again = trainer_of(folder, strategy_of(), _ranks(), max_steps=1), Classifier()
+        trainer.fit(again, batches(4), ckpt_path=f"{folder}/last.ckpt")
+        return trainer.global_step, again.net[0].bias.tolist() == bias
+
+
+@pytest.mark.slow(reason="two ranks train two steps through Lightning")
+def test_shards_of_a_save_that_had_no_room_for_the_rest_do_not_count(ranks, tmp_path):  # noqa: F811
+    assert ranks(2).run(saved_in_part, str(tmp_path), timeout_s=300) == [(1, True)] * 2
+
+
 class Manual(Classifier):
     def __init__(self):
         super().__init__()
@@ -490,6 +524,37 @@ def several_models(folder):
 def test_fabrics_models_are_loaded_by_their_names(ranks, tmp_path):  # noqa: F811
     found = ranks(1).run(several_models, str(tmp_path / "saved"), timeout_s=300)[0]
     assert found == [2.0, 0.0, 1.0, 1.0, 2.0]
+
+
+def saved_by_fabric_in_part(folder):
+    """Save, and save once more without room for the rest; return what is loaded."""
+    with as_torchrun():
+        fabric = Fabric(accelerator="cpu", devices=_ranks(), strategy=of_fabric.ZeroStrategy())
+        fabric.launch()
+        models = [fabric.setup_module(nn.Linear(2, 2)) for _ in range(2)]
+        state = {"first": models[0], "second": models[1], "epoch": 1}
+
+        def fill(value):
+            with torch.no_grad():
+                for model in models:
+                    model.weight.fill_(value)
+            state["epoch"] = value
+
+        fill(1)
+        fabric.save(folder, state)
+        fill(2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fabric.strategy.checkpoint_io, "save_checkpoint", refuse)
+            with pytest.raises((OSError, RankError), match="No space left on device"):
+                fabric.save(folder, state)
+        fill(0)
+        assert fabric.load(folder, state) == {}
+        return [state["epoch"], *(model.weight.mean().item() for model in models)]
+
+
+def test_all_that_fabric_loads_is_of_one_save(ranks, tmp_path):  # noqa: F811
+    found = ranks(2).run(saved_by_fabric_in_part, str(tmp_path / "saved"))
+    assert found == [[1, 1.0, 1.0]] * 2
 
 
 def by_hand(rows, epochs=1, precision=torch.float32):

@@ -30,7 +30,7 @@ from tests.kit.trainers import (
     train_alone,
     train_on_rank,
 )
-from zerofx.errors import StepError
+from zerofx.errors import CheckpointError, StepError
 from zerofx.integrations.transformers import ZeroTrainer
 from zerofx.runtime.memory.pages import return_freed_memory
 
@@ -143,6 +143,35 @@ def test_saving_takes_a_shard_more_at_most(ranks, tmp_path):  # noqa: F811
     for nbytes, *more in ranks(2).run(save_a_wide_model, str(tmp_path), timeout_s=600):
         assert nbytes > 800 * MIB, "a rank that has all of it would be noticed"
         assert max(more) < nbytes / 2 + 256 * MIB
+
+
+@pytest.mark.slow(reason="trains a step through Trainer")
+def test_a_checkpoint_that_was_written_over_in_part_is_not_loaded(tmp_path, monkeypatch):
+    given = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    zero = {"lowering": "eager", "stage": 1}
+    trainer = ZeroTrainer(built(), given, train_dataset=rows(), zero=zero)
+    trainer.train()
+    checkpoint = str(tmp_path / "checkpoint-1")
+    trainer._load_optimizer_and_scheduler(checkpoint)
+    saved = trainer.model.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        trainer.model.lm_head.weight.zero_()
+
+    def refuse(*arguments):
+        raise OSError("as if killed here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save_rng_state", refuse)
+        with pytest.raises(OSError, match="as if killed here"):
+            trainer._save_checkpoint(trainer.model, None)
+    with pytest.raises(CheckpointError, match="checkpoint-1 was not saved to the end"):
+        trainer._load_optimizer_and_scheduler(checkpoint)
+    assert not trainer.model.lm_head.weight.any(), "nothing was loaded"
+    trainer._save_checkpoint(trainer.model, None)
+    with torch.no_grad():
+        trainer.model.lm_head.weight.copy_(saved)
+    trainer._load_optimizer_and_scheduler(checkpoint)
+    assert not trainer.model.lm_head.weight.any()
 
 
 @pytest.mark.nightly

@@ -18,14 +18,19 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
+from zerofx.integrations.checkpoints import (
+    Saved,
+    each_with_optimizers,
+    save_beside,
+    shards_in,
+    token_in,
+)
 from zerofx.integrations.models import (
     check_library,
-    each_with_optimizers,
     export_into,
     is_peft,
-    load_from,
+    meet,
     plain,
-    save_into,
     trained_values,
     whole_values,
 )
@@ -34,7 +39,10 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 check_library(
-    "accelerate", ">=1.12,<2", Accelerator, "prepare_model", "register_load_state_pre_hook"
+    "accelerate",
+    ">=1.12,<2",
+    Accelerator,
+    *("prepare_model", "register_load_state_pre_hook", "register_save_state_pre_hook"),
 )
 
 
@@ -149,34 +157,52 @@ class ZeroAccelerator(Accelerator):
         if is_peft(model):
             state = trained_values(model)
             return state if self.is_main_process else {}
-        return whole_values(model, self.is_main_process)
+        return whole_values(model)
 
     def save_model(self, model: nn.Module, save_directory: Any, *others: Any, **named: Any) -> None:
         """Write a model as safetensors.  Collective; no rank has the model whole."""
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        export_into(folder, model, self.is_local_main_process)
+        export_into(Path(save_directory), model)
 
     def save_state(self, output_dir: Any = None, *others: Any, **named: Any) -> Any:
         """Save as Accelerator does; of models and optimizers each rank its shards.  Collective."""
-        with self._without_shards() as prepared:
-            saved = super().save_state(output_dir, *others, **named)
-        self.wait_for_everyone()
-        for folder, model, optimizers in each_with_optimizers(Path(saved), *prepared):
-            save_into(folder, model, optimizers)
-        return saved
+        save, found = super().save_state, list[Saved]()
+        with self._without_shards() as (models, optimizers):
+
+            def save_shards(_: list, weights: list, folder: Any) -> None:
+                found.append(save_beside(Path(folder), models, optimizers))
+
+            hook = self.register_save_state_pre_hook(save_shards)
+            self._save_model_state_pre_hook.move_to_end(hook.id, last=False)
+            try:
+                where = meet(nn.ModuleList(models), optimizers).together(
+                    lambda: save(output_dir, *others, **named)
+                )[0]
+            finally:
+                hook.remove()
+        found[0].write_token(Path(where))
+        found[0].replace_old()
+        return where
 
     def load_state(self, input_dir: Any = None, *others: Any, **named: Any) -> None:
-        """Load what any number of ranks has saved.  Collective."""
+        """Load what any number of ranks has saved.  Collective.
+
+        Raises: CheckpointError, before anything is loaded, where that was not saved to the end.
+        """
         found: list[Any] = []
-        hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
-        try:
-            with self._without_shards() as prepared:
+        with self._without_shards() as prepared:
+
+            def find_shards(_: list, folder: Any) -> None:
+                token = token_in(Path(folder))
+                for place, model, optimizers in each_with_optimizers(Path(folder), *prepared):
+                    found.append((shards_in(place, token, model), model, optimizers))
+
+            hook = self.register_load_state_pre_hook(find_shards)
+            try:
                 super().load_state(input_dir, *others, **named)
-        finally:
-            hook.remove()
-        for folder, model, optimizers in each_with_optimizers(Path(found[0]), *prepared):
-            load_from(folder, model, optimizers)
+            finally:
+                hook.remove()
+        for shards, model, optimizers in found:
+            zerofx.load(shards, model, optimizers)
 
     @contextmanager
     def _without_shards(self) -> Iterator[tuple[list[nn.Module], list[torch.optim.Optimizer]]]:

@@ -17,16 +17,16 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from zerofx.integrations.default_dtype import DTYPES, DefaultDtype
-from zerofx.integrations.models import (
-    check_library,
+import zerofx
+from zerofx.integrations.checkpoints import (
+    TOKEN,
     each_with_optimizers,
     folder_of,
-    load_from,
-    meet,
-    plain,
-    save_into,
+    save_beside,
+    shards_in,
 )
+from zerofx.integrations.default_dtype import DTYPES, DefaultDtype
+from zerofx.integrations.models import check_library, plain
 
 REST = "lightning.pt"
 """The file in a checkpoint that has all but models and optimizers."""
@@ -107,14 +107,13 @@ class ZeroStrategy(DDPStrategy):
                 "ZeroStrategy saves models and optimizers as they are: leave the filter out, or "
                 "freeze what is not to be saved."
             )
-        folder = Path(path)
-        if self.is_global_zero:
-            folder.mkdir(parents=True, exist_ok=True)
-        meet()
-        for where, model, own in each_with_optimizers(folder, list(models.values()), optimizers):
-            save_into(where, model, own)
-        named = {**rest, _MODELS: list(models)}
-        super().save_checkpoint(folder / REST, named, storage_options, dict(filter or {}))
+        save, folder = super().save_checkpoint, Path(path)
+        saved = save_beside(folder, list(models.values()), optimizers)
+        named = {**rest, _MODELS: list(models), TOKEN: saved.token}
+        saved.ranks.together(
+            lambda: save(folder / REST, named, storage_options, dict(filter or {}))
+        )
+        saved.replace_old()
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -130,7 +129,7 @@ class ZeroStrategy(DDPStrategy):
         models, optimizers, rest = _sorted(given)
         left = super().load_checkpoint(folder / REST, rest, strict, weights_only)
         # Older checkpoints have no names: models are in the order in which they were saved.
-        saved = left.pop(_MODELS, list(models))
+        saved, token = left.pop(_MODELS, list(models)), left.pop(TOKEN, None)
         if isinstance(state, nn.Module) and len(saved) == 1:
             models = {saved[0]: state}
         if strict and (missing := [name for name in models if name not in saved]):
@@ -141,7 +140,8 @@ class ZeroStrategy(DDPStrategy):
         found = each_with_optimizers(folder, list(models.values()), optimizers)
         for name, (_, model, own) in zip(models, found, strict=True):
             if name in saved:
-                load_from(folder_of(folder, saved.index(name)), model, own, strict=strict)
+                shards = shards_in(folder_of(folder, saved.index(name)), token, model)
+                zerofx.load(shards, model, own, strict=strict)
         if isinstance(state, dict):
             state.update(rest)
         return left

@@ -19,18 +19,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zerofx
+from zerofx.integrations.checkpoints import TOKEN, is_saved_in, save_beside, shards_in
 from zerofx.integrations.default_dtype import DTYPES, DefaultDtype
 from zerofx.integrations.fabric import REST
 from zerofx.integrations.lightning_parts import check, check_batches
-from zerofx.integrations.models import (
-    check_library,
-    is_saved_in,
-    load_from,
-    meet,
-    plain,
-    save_into,
-    whole_values,
-)
+from zerofx.integrations.models import check_library, meet, plain, whole_values
 
 check_library("lightning", ">=2.6,<3", _FitLoop, "_skip_backward", "_should_accumulate")
 
@@ -55,6 +48,8 @@ class ZeroStrategy(DDPStrategy):
         self._compiled: dict[str, Callable] = {}
         self._logged: list[tuple[tuple, dict[str, Any]]] = []
         self._is_sharded = False
+        self._folder: Path | None = None
+        self._token: str | None = None
 
     # What is prepared
 
@@ -201,26 +196,28 @@ class ZeroStrategy(DDPStrategy):
         """Write a folder with the ranks' shards, or a file of weights alone.  Collective."""
         module, path = self._module, Path(filepath)
         if "optimizer_states" not in checkpoint:
-            checkpoint["state_dict"] = whole_values(module, self.is_global_zero)
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            checkpoint["state_dict"] = whole_values(module)
+            save = super().save_checkpoint
+            meet(module).together(lambda: save(checkpoint, filepath, storage_options))
             return
-        if self.is_global_zero:
-            path.mkdir(parents=True, exist_ok=True)
-        meet()
-        save_into(path, module, self.optimizers)
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, path / REST, storage_options)
+        saved = save_beside(path, [module], self.optimizers)
+        rest, write = {**checkpoint, TOKEN: saved.token}, self.checkpoint_io.save_checkpoint
+        saved.ranks.on_first(lambda: write(rest, path / REST, storage_options))
+        saved.replace_old()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
         """Read what is no shard; these ``load_model_state_dict`` and the optimizer's read."""
         path = Path(checkpoint_path)
         self._folder = path if path.is_dir() and is_saved_in(path) else None
-        return super().load_checkpoint(path / REST if self._folder else path, weights_only)
+        rest = super().load_checkpoint(path / REST if self._folder else path, weights_only)
+        self._token = rest.pop(TOKEN, None)
+        return rest
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self._module
         if self._folder is not None:
-            load_from(self._folder, module, strict=strict)
+            shards = shards_in(self._folder, self._token, module)
+            zerofx.load(shards, module, strict=strict)
         elif self._is_sharded:
             with zerofx.full_params(module):
                 module.load_state_dict(checkpoint["state_dict"], strict=strict)
@@ -231,7 +228,8 @@ class ZeroStrategy(DDPStrategy):
         if self._folder is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
-            load_from(self._folder, self._module, self.optimizers)
+            shards = shards_in(self._folder, self._token, self._module)
+            zerofx.load(shards, self._module, self.optimizers)
 
 
 def _detached(value: torch.Tensor) -> torch.Tensor:

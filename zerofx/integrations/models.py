@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import sys
@@ -17,9 +18,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 import zerofx
-
-CHECKPOINT = "zero"
-"""The folder in a checkpoint of another library's that has what the ranks have written."""
+from zerofx.checkpoint import barrier
+from zerofx.checkpoint.barrier import Ranks
 
 
 def check_library(package: str, versions: str, kind: type, *names: str) -> None:
@@ -52,96 +52,45 @@ def plain(model: Any) -> Any:
     return model
 
 
-def save_into(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Write each rank's shards, over what has been saved there before.  Collective.
-
-    Of a model of peft's the adapters alone.
-    """
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    path, fresh = folder / CHECKPOINT, folder / f"{CHECKPOINT}.next"
-    if is_first:
-        folder.mkdir(exist_ok=True)
-        shutil.rmtree(fresh, ignore_errors=True)
-    meet()
-    zerofx.save(fresh, model, optimizers, trainable_only=is_peft(model)).wait()
-    if is_first:
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(fresh, path)
-    meet()
-
-
-def each_with_optimizers(
-    folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
-) -> list[tuple[Path, nn.Module, list[Optimizer]]]:
-    """Return the folder of each model, and the optimizers of its parameters.
-
-    Raises: ValueError for an optimizer of none of them.
-    """
-    found = []
-    for number, model in enumerate(models):
-        ours = {id(parameter) for parameter in model.parameters()}
-        own = [
-            optimizer
-            for optimizer in optimizers
-            if any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
-        ]
-        found.append((folder_of(folder, number), model, own))
-    known = [id(optimizer) for _, _, own in found for optimizer in own]
-    for optimizer in optimizers:
-        if id(optimizer) not in known:
-            raise ValueError(
-                f"{type(optimizer).__name__} has parameters of no model that was given: give the "
-                "model too, so that the optimizer's states can be saved and loaded."
-            )
-    return found
-
-
-def folder_of(folder: Path, number: int) -> Path:
-    """Return the folder that a model of a checkpoint is in."""
-    return folder / f"model_{number}" if number else folder
-
-
-def load_from(
-    folder: Path, model: nn.Module, optimizers: Sequence[Optimizer] = (), strict: bool = True
-) -> None:
-    """Read what any number of ranks has saved.  Collective."""
-    path = folder / CHECKPOINT
-    if not path.exists():  # killed before it had its name
-        path = folder / f"{CHECKPOINT}.next"
-    zerofx.load(path, model, optimizers, strict=strict)
-
-
-def is_saved_in(folder: str | os.PathLike[str]) -> bool:
-    """Return whether ranks have saved in a folder."""
-    return any((Path(folder) / f"{CHECKPOINT}{end}").exists() for end in ("", ".next"))
-
-
-def export_into(folder: Path, model: nn.Module, is_first: bool) -> None:
+def export_into(folder: Path, model: nn.Module) -> None:
     """Write a model as safetensors into a folder that may be there.  Collective.
 
-    What it has of others is replaced.  ``is_first`` says which rank moves the files, one of those
-    that share a disk.
+    What it has of others is replaced.
     """
     weights = folder / "weights"
-    if is_first:  # what a training that was killed has left
-        shutil.rmtree(weights, ignore_errors=True)
-    meet()
-    zerofx.export_safetensors(weights, model)
-    if is_first:
+    ranks = meet(model)
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(weights, ignore_errors=True)  # what a training that was killed has left
+
+    def replace() -> None:
+        new = {path.name for path in weights.glob("*.safetensors*")}
+        for name in new:
+            os.replace(weights / name, folder / name)
         for old in folder.glob("*.safetensors*"):
-            old.unlink()
-        for new in weights.glob("*.safetensors*"):
-            os.replace(new, folder / new.name)
-        shutil.rmtree(weights)
-    meet()
+            if old.name not in new:
+                old.unlink()
+        shutil.rmtree(weights, ignore_errors=True)
+
+    ranks.on_first(begin)
+    zerofx.export_safetensors(weights, model)
+    ranks.on_first(replace)
 
 
-def whole_values(model: nn.Module, is_first: bool) -> dict[str, torch.Tensor]:
-    """Return all values of a model, in host memory, where ``is_first``; else none.  Collective."""
+def whole_values(model: nn.Module) -> dict[str, Any]:
+    """Return all values of a model, in host memory, on rank 0; else none.  Collective."""
+    ranks = meet(model)
+    found: dict[str, Any] = {}
+
+    def copy_all() -> None:
+        for name, value in model.state_dict().items():
+            is_tensor = isinstance(value, torch.Tensor)
+            found[name] = value.to("cpu", copy=True) if is_tensor else copy.deepcopy(value)
+
     with zerofx.full_params(model):
-        if not is_first:
-            return {}
-        return {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
+        ranks.on_first(copy_all)
+    return found
 
 
 def trained_values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -157,10 +106,11 @@ def trained_values(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def meet() -> None:
-    """Wait for all ranks."""
+def meet(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Ranks:
+    """Wait for all ranks, however late, and return them: what fails on one fails on all."""
     if dist.is_initialized():
         dist.barrier()
+    return barrier.meet(model, optimizers, None, "a checkpoint")
 
 
 def is_peft(model: object) -> bool:

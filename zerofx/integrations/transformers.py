@@ -20,15 +20,13 @@ from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 
 import zerofx
+from zerofx.integrations.checkpoints import Saved, is_saved_in, save_beside, shards_in, token_in
 from zerofx.integrations.models import (
     check_library,
     export_into,
     is_peft,
-    is_saved_in,
-    load_from,
     meet,
     plain,
-    save_into,
     trained_values,
     whole_in_peft,
 )
@@ -47,6 +45,7 @@ check_library(
     *("create_accelerator_and_postprocess", "_prepare_for_training", "_init_training_state"),
     *("set_initial_training_values", "_clip_grad_norm", "_get_grad_norm", "_load_best_model"),
     *("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_load_from_checkpoint"),
+    "_save_rng_state",
 )
 
 
@@ -77,6 +76,7 @@ class ZeroTrainer(Trainer):
         self._zero_update: Callable | None = None
         self._zero_forward: Callable | None = None
         self._zero_norm: torch.Tensor | None = None
+        self._zero_saved: Saved | None = None  # by a checkpoint that is being written
         self._zero_is_whole = True  # what the model's parameters are between calls
         super().__init__(plain(model), *others, **named)
         check_adapters(self.model)
@@ -196,25 +196,40 @@ class ZeroTrainer(Trainer):
         Of a model of peft the adapters are written, whole.
         """
         folder = Path(output_dir or self.args.output_dir)
-        has_adapters = is_peft(self.model)
+        has_adapters, ranks = is_peft(self.model), meet(self.model)
         state = {}
         if has_adapters:  # of buffers, those of modules that are saved whole
             state = {**dict(self.model.named_buffers()), **trained_values(self.model)}
+
+        def save_on_first() -> None:
+            if self.args.should_save:
+                self._save(str(folder), state_dict=state)
+
         with ExitStack() as whole:
             for module in whole_in_peft(self.model) if has_adapters else ():
                 whole.enter_context(zerofx.full_params(module))
-            if self.args.should_save:
-                self._save(str(folder), state_dict=state)
+            ranks.together(save_on_first)
         if not has_adapters:
-            export_into(folder, self.model, self.args.should_save)
-        meet()
+            export_into(folder, self.model)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_into(Path(output_dir), self.model, [self.optimizer.optimizer])
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+        saved = save_beside(Path(output_dir), [self.model], [self.optimizer.optimizer])
+        scheduler, path = self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME
+        saved.ranks.on_first(lambda: torch.save(scheduler, path))
+        self._zero_saved = saved
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the last part of the rest, before Trainer removes older checkpoints."""
+        save, saved = super()._save_rng_state, self._zero_saved
+        if saved is None:
+            save(output_dir)
+            return
+        saved.ranks.together(lambda: save(output_dir))
+        saved.write_token(Path(output_dir))
+        saved.replace_old()
+        self._zero_saved = None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not is_saved_in(resume_from_checkpoint):  # it is Trainer's own
@@ -226,7 +241,7 @@ class ZeroTrainer(Trainer):
         if not is_saved_in(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        load_from(Path(checkpoint), self.model, [self.optimizer.optimizer])
+        zerofx.load(self._zero_shards_in(checkpoint), self.model, [self.optimizer.optimizer])
         scheduler = self.lr_scheduler
         scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
         if scheduler.last_epoch != self.state.global_step and isinstance(scheduler, LambdaLR):
@@ -236,9 +251,12 @@ class ZeroTrainer(Trainer):
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         if is_saved_in(best):
-            load_from(best, self.model)
+            zerofx.load(self._zero_shards_in(best), self.model)
         else:
             zerofx.load_safetensors(best, self.model)
+
+    def _zero_shards_in(self, checkpoint: str | Path) -> Path:
+        return shards_in(Path(checkpoint), token_in(Path(checkpoint)), self.model)
 
     def set_initial_training_values(self, *arguments: Any) -> tuple:
         values = super().set_initial_training_values(*arguments)
