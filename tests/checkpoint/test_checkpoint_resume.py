@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from tests.kit.checkpoints import pair_of
 from tests.kit.covering import exhaustive
 from tests.kit.models import Mlp, features, squared_loss
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
+from zerofx.checkpoint import reading
 from zerofx.checkpoint.folders import NOTES
 
 
@@ -197,6 +200,58 @@ def test_one_of_a_newer_format_is_not_passed_over(tmp_path):
     (tmp_path / "step-2" / NOTES).write_text(json.dumps(notes | {"format": 2}))
     with pytest.raises(zerofx.CheckpointError, match="step-2 is of format 2"):
         zerofx.resume(tmp_path, *pair)
+
+
+def test_one_that_cannot_be_read_at_the_moment_is_not_passed_over(tmp_path):
+    pair = pair_of()
+    for number in (1, 2):
+        zerofx.save(tmp_path / f"step-{number}", *pair, {"step": number})
+    failing = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    with mock.patch.object(reading, "open", create=True, side_effect=failing):
+        with pytest.raises(zerofx.CheckpointError, match="step-2.*cannot be read.*Too many open"):
+            zerofx.resume(tmp_path, *pair)
+    with pytest.raises(FileExistsError):
+        zerofx.save(tmp_path / "step-2", *pair)
+    assert zerofx.resume(tmp_path, *pair) == {"step": 2}
+
+
+def test_one_that_is_whole_and_has_no_optimizer_is_not_passed_over(tmp_path):
+    model, optimizer = pair_of()
+    zerofx.save(tmp_path / "step-1", model, optimizer)
+    zerofx.save(tmp_path / "step-2", model)
+    with pytest.raises(zerofx.CheckpointError, match="has no optimizer"):
+        zerofx.resume(tmp_path, model, optimizer)
+    with pytest.raises(FileExistsError):
+        zerofx.save(tmp_path / "step-2", model)
+
+
+def test_keep_does_not_count_a_damaged_one(tmp_path):
+    model, _ = pair_of()
+    for number in (1, 2, 3):
+        zerofx.save(tmp_path / f"step-{number}", model, extra={"step": number}, keep=2)
+    (data,) = (tmp_path / "step-3").glob("*.distcp")
+    os.truncate(data, 1000)
+    assert zerofx.resume(tmp_path, model) == {"step": 2}
+    zerofx.save(tmp_path / "step-4", model, keep=2)
+    assert set(os.listdir(tmp_path)) == {"step-2", "step-3", "step-4"}
+
+
+def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path):
+    pair = pair_of()
+    zerofx.save(tmp_path / "step-1", *pair)
+    with pytest.raises(ValueError, match=f"step-1 is a checkpoint.*Give {tmp_path}"):
+        zerofx.resume(tmp_path / "step-1", *pair)
+
+
+def test_one_without_notes_is_named(tmp_path, caplog):
+    pair = pair_of()
+    for number in (1, 2):
+        zerofx.save(tmp_path / f"step-{number}", *pair, {"step": number})
+    (tmp_path / "step-2" / NOTES).unlink()
+    assert zerofx.resume(tmp_path, *pair) == {"step": 1}
+    (words,) = (r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+    assert f"{tmp_path / 'step-2'} has no {NOTES}" in words
+    assert zerofx.load(tmp_path / "step-2", *pair) == {"step": 2}
 
 
 def test_each_rank_may_add_what_is_its_own(ranks, tmp_path):  # noqa: F811

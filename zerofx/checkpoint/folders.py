@@ -34,6 +34,10 @@ FORMAT = 1
 _SAVING, _REMOVING = ".saving", ".removing"
 
 
+class DamageError(CheckpointError):
+    """A checkpoint is damaged for certain, so that no later try can read it: says where."""
+
+
 def as_path(path: str | os.PathLike[str]) -> Path:
     """Return the absolute folder of a checkpoint.  Raises: ValueError if it cannot be one."""
     text = os.fspath(path)
@@ -70,7 +74,7 @@ class Notes:
 def notes_of(folder: Path) -> Notes | None:
     """Return the notes of a checkpoint; None if others than zerofx have written it.
 
-    Raises: CheckpointError for notes that cannot be read, or of a newer format.
+    Raises: DamageError for notes that are no notes; NewerFormatError.
     """
     try:
         text = (folder / NOTES).read_bytes()
@@ -86,7 +90,7 @@ def notes_of(folder: Path) -> Notes | None:
             )
         return Notes(**{name: values[name] for name in Notes.__dataclass_fields__})
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
+        raise DamageError(
             f"{folder / NOTES} cannot be read ({error!r}): the checkpoint is damaged. Load another."
         ) from error
 
@@ -94,8 +98,8 @@ def notes_of(folder: Path) -> Notes | None:
 def checkpoints_in(folder: Path) -> tuple[list[tuple[Notes, Path]], dict[Path, CheckpointError]]:
     """Return the checkpoints that zerofx has written in a folder, the oldest first.
 
-    Beside them those whose notes or metadata are lost, and how.  A link to one of them, such as a
-    user's ``latest``, does not count.
+    Beside them those whose notes cannot be read or whose metadata is lost, and how.  A link to one
+    of them, such as a user's ``latest``, does not count.
     """
     complete, damaged = [], {}
     for path in folder.iterdir() if folder.exists() else ():
@@ -115,13 +119,24 @@ def checkpoints_in(folder: Path) -> tuple[list[tuple[Notes, Path]], dict[Path, C
     return sorted(complete, key=lambda one: one[0].serial), damaged
 
 
+def without_notes(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder that are another library's, or have lost their notes."""
+    paths = sorted(folder.iterdir()) if folder.exists() else []
+    found = [path for path in paths if not path.name.startswith(".")]
+    return [path for path in found if METADATA in (names := _names_in(path)) and NOTES not in names]
+
+
 def _is_saved(path: Path) -> bool:
     """Return whether it has notes, which are written first, and a file that exports do not have."""
-    try:
-        names = os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):  # another process removes it
-        return False
+    names = _names_in(path)
     return NOTES in names and any(name == METADATA or name.endswith(".distcp") for name in names)
+
+
+def _names_in(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):  # another process removes it
+        return []
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -244,11 +259,13 @@ def state_of(path: Path) -> tuple[int, int, int] | None:
 def prune(parent: Path, keep: int, unread: Collection[Path]) -> None:
     """Remove all but the ``keep`` newest of the checkpoints that were saved with ``keep``.
 
-    One that is still ``unread`` stays until the next time.
+    One that is still ``unread`` stays until the next time; one that ``resume`` has found damaged
+    stays, and does not count.
     """
     try:
         complete, _ = checkpoints_in(parent)
-        rotating = [path for notes, path in complete if notes.keep is not None]
+        whole = [(notes, path) for notes, path in complete if path not in SKIPPED]
+        rotating = [path for notes, path in whole if notes.keep is not None]
         for path in rotating[:-keep]:
             if path.resolve() not in unread:
                 _remove(path)

@@ -20,11 +20,20 @@ from zerofx.checkpoint.contents import (
     check_model,
     set_rng_state,
 )
-from zerofx.checkpoint.folders import SKIPPED, as_path, checkpoints_in
+from zerofx.checkpoint.folders import (
+    METADATA,
+    NOTES,
+    SKIPPED,
+    DamageError,
+    Notes,
+    as_path,
+    checkpoints_in,
+    without_notes,
+)
 from zerofx.checkpoint.matching import Matching
 from zerofx.checkpoint.metadata import read_metadata, sort_out
 from zerofx.checkpoint.reading import Reader
-from zerofx.errors import CheckpointError, MismatchError, NewerFormatError, RankError
+from zerofx.errors import CheckpointError, MismatchError, NewerFormatError
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.state_dict import attach_optimizer
 
@@ -79,13 +88,15 @@ def resume(
     checkpoint is logged, and the one before it is loaded; a later save under its name renames it.
 
     Raises: MismatchError if the last one is of another model; CheckpointError if all are damaged,
-    or one is of a newer format; RuntimeError if a rank does not join.  Every rank raises.
+    one is of a newer format, or the last one cannot be read at the moment or has no optimizer;
+    ValueError if ``folder`` is a checkpoint; RuntimeError if a rank does not join.  Every rank
+    raises.
     """
     optimizers = as_list(optimizer)
     check_model(model)
     ranks = meet(model, optimizers, process_group, "zerofx.resume()")
     ranks.check_same(folder=Path(folder).absolute())
-    complete, damaged = ranks.on_first(lambda: checkpoints_in(Path(folder)))
+    complete, damaged = ranks.on_first(lambda: _found_in(Path(folder)))
     for error in damaged.values():
         if isinstance(error, NewerFormatError):  # it may be the last
             raise error
@@ -97,14 +108,11 @@ def resume(
     paths = [path for _, path in reversed(complete)]
     for path in paths:
         reading = _Reading(path, model, optimizers, ranks)
-        try:
-            reading.check(strict=True)
-        except (MismatchError, RankError):
-            raise
-        except (CheckpointError, FileNotFoundError) as error:
-            if path == paths[-1]:
-                raise
-            logger.error("%s The one before it is loaded.", error)
+        damage = reading.damage()
+        if damage and path == paths[-1]:
+            raise DamageError(damage)
+        if damage:
+            logger.error("%s The one before it is loaded.", damage)
             SKIPPED.add(path.absolute())
             continue
         extra = reading.read_on()
@@ -114,6 +122,24 @@ def resume(
             logger.warning("%s is of other ranks: random numbers go on as seeded", path)
         return extra
     return {}
+
+
+def _found_in(folder: Path) -> tuple[list[tuple[Notes, Path]], dict[Path, CheckpointError]]:
+    """Return what ``checkpoints_in`` does; log what else looks like a checkpoint."""
+    complete, damaged = checkpoints_in(folder)
+    if not complete and not damaged and (folder / METADATA).is_file():
+        raise ValueError(
+            f"{folder} is a checkpoint, and zerofx.resume takes the folder that checkpoints are "
+            f"in. Give {folder.parent}, or load this one with zerofx.load."
+        )
+    for path in without_notes(folder):
+        logger.warning(
+            "%s has no %s, which zerofx.save writes: it is another library's, or has lost it. "
+            "zerofx.resume passes it over; zerofx.load reads it.",
+            path,
+            NOTES,
+        )
+    return complete, damaged
 
 
 @dataclass
@@ -132,6 +158,21 @@ class _Reading:
         Raises: MismatchError if there are differences and ``strict`` is set; CheckpointError.
         """
         self.ranks.together(lambda: self._check(strict))
+
+    def damage(self) -> str | None:
+        """Check as ``check`` does; return in words what is damaged on any rank.  Collective.
+
+        Raises: as ``check``, with ``strict``, for whatever else is wrong.
+        """
+
+        def found() -> str | None:
+            try:
+                self._check(strict=True)
+            except (DamageError, FileNotFoundError) as error:
+                return str(error)
+            return None
+
+        return next(filter(None, self.ranks.together(found)), None)
 
     def _check(self, strict: bool) -> None:
         there = self.folder.resolve()  # a link may point to another checkpoint before all is read

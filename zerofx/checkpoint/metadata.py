@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from zerofx.checkpoint.contents import ERRORS, EXTRA, FROZEN, MODEL, OPTIMIZER, RNG
-from zerofx.checkpoint.folders import METADATA, NOTES, notes_of
+from zerofx.checkpoint.folders import METADATA, NOTES, DamageError, notes_of
 from zerofx.errors import CheckpointError
 
 NEWEST_VERSION = (1, 0)
@@ -55,8 +55,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata(folder: Path) -> Metadata:
     """Read a checkpoint's metadata: what it holds, and where.  Runs no code from the file.
 
-    Raises: FileNotFoundError if there is no checkpoint; CheckpointError for one that is damaged,
-    of a newer format, or asks for anything but metadata.
+    Raises: FileNotFoundError if there is no checkpoint; DamageError for one that is not what was
+    written; CheckpointError for one of a newer format, or that asks for anything but metadata.
     """
     path = folder / METADATA
     try:
@@ -65,7 +65,7 @@ def read_metadata(folder: Path) -> Metadata:
         raise FileNotFoundError(_why_none(folder)) from error
     notes = notes_of(folder)
     if notes is not None and zlib.crc32(data) != notes.metadata_crc32:
-        raise CheckpointError(
+        raise DamageError(
             f"{path} is not what was written: its CRC-32 differs from the one in {NOTES}. The "
             "checkpoint is damaged: load another."
         )

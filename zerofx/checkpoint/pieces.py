@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from zerofx.checkpoint.folders import DamageError
 from zerofx.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -184,7 +185,7 @@ def _encoded_number(value: Any, _text: str) -> bytes:
 def decode(data: bytes, name: str) -> Any:
     """Read a value that ``encode`` or ``torch.save`` has written, with tensors on the CPU.
 
-    Raises: CheckpointError if it is no pickle, or one that asks for code to be run.
+    Raises: DamageError if it is no pickle; CheckpointError if it asks for code to be run.
     """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -196,6 +197,6 @@ def decode(data: bytes, name: str) -> Any:
             "torch.serialization.add_safe_globals."
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(
+        raise DamageError(
             f"{name} cannot be read: {error}. The file is damaged: load another checkpoint."
         ) from error

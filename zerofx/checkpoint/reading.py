@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zerofx.checkpoint.folders import state_of
+from zerofx.checkpoint.folders import DamageError, state_of
 from zerofx.checkpoint.pieces import Range, chunk_of, decode
 from zerofx.checkpoint.targets import Target
 from zerofx.errors import CheckpointError, StepError
@@ -48,7 +48,7 @@ class Reader:
     def items(self, name: str, wanted: Range) -> list[ReadItem]:
         """Return what has to be read to fill a range of a tensor.
 
-        Raises: CheckpointError if the checkpoint does not have each element once.
+        Raises: DamageError if the checkpoint does not have each element once.
         """
         tensor = self.metadata.state_dict_metadata[name]
         assert isinstance(tensor, TensorStorageMetadata)
@@ -56,7 +56,7 @@ class Reader:
         num_wanted = sum(box.numel for box in wanted.boxes)
         found = sum(math.prod(item.lengths) for item in items)
         if num_wanted != found:
-            raise CheckpointError(
+            raise DamageError(
                 f"{self.folder} does not have each element of {name} once ({found} elements for "
                 f"{num_wanted}): one of the ranks that saved it is missing, or its metadata is "
                 "damaged. Load another checkpoint."
@@ -68,7 +68,7 @@ class Reader:
 
         The files of that must stay as they are from here on.
 
-        Raises: CheckpointError for what is missing, cut short or damaged.
+        Raises: as ``check_parts``.
         """
         now: list[MetadataIndex] = []
         for target in targets:
@@ -96,13 +96,14 @@ class Reader:
     def check_parts(self, indices: Iterable[MetadataIndex]) -> None:
         """Read these parts of files once, and compare them with their checksums.
 
-        Raises: CheckpointError for what is missing, cut short or damaged.
+        Raises: DamageError for what is missing, cut short or damaged; CheckpointError if a file
+        cannot be read at the moment.
         """
         by_file: dict[str, list[Any]] = {}
         for index in dict.fromkeys(indices):
             info = self._storage.get(index)
             if info is None:
-                raise CheckpointError(
+                raise DamageError(
                     f"the metadata of {self.folder} does not say where {index.fqn} is: it is "
                     "damaged. Load another checkpoint."
                 )
@@ -116,7 +117,7 @@ class Reader:
                 size = os.fstat(file.fileno()).st_size
                 for info, name in sorted(parts, key=lambda part: part[0].offset):
                     if info.offset + info.length > size:
-                        raise CheckpointError(
+                        raise DamageError(
                             f"{self.folder / path} has been cut short: {name} ends at byte "
                             f"{info.offset + info.length}, the file at {size}. Load another "
                             "checkpoint."
@@ -125,14 +126,19 @@ class Reader:
                         file.seek(info.offset)
                         _check_sums(file.read(info.length))
         except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-            raise CheckpointError(
+            raise DamageError(
                 f"{self.folder / path} is damaged where {name} is, from byte {info.offset} on: "
                 f"{error}. Load another checkpoint."
             ) from error
-        except OSError as error:
-            raise CheckpointError(
+        except FileNotFoundError as error:
+            raise DamageError(
                 f"{self.folder / path} cannot be read: {error}. Bring the file back, or load "
                 "another checkpoint."
+            ) from error
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder / path} cannot be read: {error}. It may be whole: try again when "
+                "the cause is gone, or load another checkpoint by its path."
             ) from error
 
     def check(self, entry: str) -> None:
