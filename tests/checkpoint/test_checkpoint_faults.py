@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zerofx
 from tests.kit.checkpoints import pair_of, refused
+from tests.kit.models import features, squared_loss
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx.checkpoint.folders import NOTES
 from zerofx.errors import CheckpointError, MismatchError
@@ -73,6 +74,56 @@ def test_other_groups_are_refused(path, tmp_path):
     zerofx.save(tmp_path / "two", model, optimizer)
     words = refused(MismatchError, tmp_path / "two", pair_of(1))
     assert "param_groups[0] of AdamW (its parameters are of groups [0, 1]" in words
+
+
+def in_two_groups(**of_head):
+    model, _ = pair_of(1)
+    groups = [
+        {"params": model.body.parameters()},
+        {"params": model.head.parameters(), **of_head},
+    ]
+    return model, torch.optim.AdamW(groups, lr=0.5)
+
+
+def test_groups_that_were_one_are_refused_where_they_differ(path, caplog):
+    model, optimizer = in_two_groups(weight_decay=0.0)
+    words = refused(MismatchError, path, (model, optimizer))
+    for part in ("param_groups[0] of AdamW (", "param_groups[1] of AdamW (", "weight_decay"):
+        assert part in words, words
+    zerofx.load(path, model, optimizer, strict=False)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+    assert "weight_decay" in caplog.text
+    saved, its = pair_of()
+    expected = its.state[saved.head.weight]["exp_avg"]
+    assert torch.equal(optimizer.state[model.head.weight]["exp_avg"], expected)
+
+
+def test_groups_that_were_one_and_are_alike_take_its_hyperparameters(path):
+    model, optimizer = in_two_groups()
+    zerofx.load(path, model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
+
+
+def test_a_parameter_of_two_optimizers_is_refused(path, tmp_path):
+    model, one = pair_of()
+    both = one, torch.optim.SGD(model.head.parameters(), lr=0.1)
+    for function in (zerofx.save, zerofx.load):
+        with pytest.raises(ValueError, match="'head.weight' is in two of the optimizers, AdamW a"):
+            function(path if function is zerofx.load else tmp_path / "new", model, both)
+    assert os.listdir(tmp_path) == ["good"]
+
+
+def test_without_strict_states_of_another_shape_are_left_out(path, caplog):
+    model, _ = pair_of(1)
+    model.head = nn.Linear(11, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zerofx.load(path, model, optimizer, strict=False)
+    assert model.body.weight in optimizer.state and model.head.weight not in optimizer.state
+    assert "optimizer state of head.weight (its parameter has another shape" in caplog.text
+    inputs, targets = features(0, 4)
+    squared_loss(model, inputs, targets[:, :2]).backward()
+    optimizer.step()
 
 
 def test_states_of_another_dtype_are_refused(tmp_path):

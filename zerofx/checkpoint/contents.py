@@ -59,9 +59,11 @@ def model_entries(model: nn.Module) -> dict[str, Any]:
 def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:
     """Return the first name of every parameter, by its ``id``.
 
-    Raises: ValueError for a parameter of an optimizer that is not the model's.
+    Raises: ValueError for a parameter of an optimizer that is not the model's, or one of two
+    optimizers.
     """
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    owners: dict[int, Optimizer] = {}
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -71,6 +73,14 @@ def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[i
                         f"{tuple(parameter.shape)} that is not the model's, and a checkpoint goes "
                         "by the model's names. Give the model that has all of the optimizer's "
                         "parameters."
+                    )
+                owner = owners.setdefault(id(parameter), optimizer)
+                if owner is not optimizer:
+                    raise ValueError(
+                        f"{names[id(parameter)]!r} is in two of the optimizers, "
+                        f"{type(owner).__name__} and {type(optimizer).__name__}, and a checkpoint "
+                        "has one state of each parameter. Save one of them with the model, and the "
+                        "other with the model in a second checkpoint."
                     )
     return names
 

@@ -91,6 +91,7 @@ class Matching:
         self.finish: list[Callable[[], object]] = []
         self.differences = Differences()
         self.extra: dict[Any, Any] = {}
+        self._reshaped: set[str] = set()  # tensors of the model that have another shape
         self._match_model()
         if optimizers:
             self._match_optimizers(optimizers)
@@ -123,6 +124,7 @@ class Matching:
             why = "no tensor in the checkpoint"
         elif tuple(tensor.size) != shape:
             why = f"shape {tuple(tensor.size)} in the checkpoint, {shape} here"
+            self._reshaped.add(name)
         elif dtype is not None and tensor.properties.dtype != dtype:
             why = f"{tensor.properties.dtype} in the checkpoint, {dtype} here"
         else:
@@ -206,6 +208,7 @@ class Matching:
                 "None)."
             )
         group_of = self._saved_groups()
+        divided = self._divided(optimizers, group_of)
         numbers = self._numbers()
         mine: set[str] = set()
         not_for_it: set[str] = set()  # parameters with states of another kind of optimizer
@@ -217,8 +220,8 @@ class Matching:
                 self.differences.missing += [f"optimizer state of {name}" for name in missing]
                 sources = sorted({group_of[name] for name in here if name in group_of})
                 if len(sources) == 1:
-                    entries = self.saved.groups[sources[0]]
-                    not_for_it |= self._match_group(optimizer, place, group, entries)
+                    source = sources[0]
+                    not_for_it |= self._match_group(optimizer, place, source, divided[source])
                 elif sources:
                     self.differences.different.append(
                         f"param_groups[{place}] of {type(optimizer).__name__} (its parameters are "
@@ -228,7 +231,11 @@ class Matching:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     name = self.names[id(parameter)]
-                    if name in group_of and name not in not_for_it:
+                    if name in self._reshaped:
+                        self.differences.different.append(
+                            f"optimizer state of {name} (its parameter has another shape here)"
+                        )
+                    elif name in group_of and name not in not_for_it:
                         state = _StateMatching(self, optimizer, group, parameter)
                         state.match(self.saved.states.get(name, {}), numbers)
                         self.finish.append(state.complete)
@@ -252,6 +259,20 @@ class Matching:
             found |= {str(name): number for name in members}
         return found
 
+    def _divided(
+        self, optimizers: Sequence[Optimizer], group_of: Mapping[str, int]
+    ) -> dict[int, set[str]]:
+        """Return the hyperparameters in which groups here differ that were one, by its number."""
+        first: dict[int, Mapping[str, Any]] = {}
+        found: dict[int, set[str]] = {number: set() for number in self.saved.groups}
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            names = {self.names[id(parameter)] for parameter in group["params"]}
+            for number in {group_of[name] for name in names & group_of.keys()}:
+                one = first.setdefault(number, group)
+                keys = self.saved.groups[number].keys() & (one.keys() | group.keys()) - {"params"}
+                found[number] |= {key for key in keys if not _equal(one.get(key), group.get(key))}
+        return found
+
     def _numbers(self) -> set[Keys]:
         """Return the keys of states that hold one number for a parameter of any shape."""
         shapes = {plain_name(name): p.shape for name, p in self.model.named_parameters()}
@@ -264,10 +285,15 @@ class Matching:
         return found
 
     def _match_group(
-        self, optimizer: Optimizer, place: int, group: dict[str, Any], entries: Mapping[str, str]
+        self, optimizer: Optimizer, place: int, source: int, differing: set[str]
     ) -> set[str]:
-        """Match a group's hyperparameters; return the parameters whose states do not fit them."""
-        entries = {key: entry for key, entry in entries.items() if key != "params"}
+        """Match a group's hyperparameters; return the parameters whose states do not fit them.
+
+        In some that are ``differing`` groups of the same ``source`` have values of their own: then
+        each keeps all its own.
+        """
+        group = optimizer.param_groups[place]
+        entries = {key: e for key, e in self.saved.groups[source].items() if key != "params"}
         values = {
             key: self.value(entry)
             for key, entry in entries.items()
@@ -277,7 +303,8 @@ class Matching:
 
         @functools.cache
         def kept(num_dims: int, dtype: torch.dtype) -> Mapping[str, Any] | None:
-            return states_after_a_step(optimizer, place, (2,) * num_dims, dtype, values)
+            given = {} if differing else values
+            return states_after_a_step(optimizer, place, (2,) * num_dims, dtype, given)
 
         why = why_another_kind(optimizer, group, entries, values)
         if why:
@@ -286,7 +313,12 @@ class Matching:
                 f"optimizer, {why})"
             )
             return set(stateless)
-        for key, entry in entries.items():
+        if differing:
+            self.differences.different.append(
+                f"param_groups[{place}] of {type(optimizer).__name__} (part of group {source} in "
+                f"the checkpoint, whose parts differ here in {', '.join(sorted(differing))})"
+            )
+        for key, entry in entries.items() if not differing else ():
             self.read_whole(entry, partial(_set, group, key))
         # Those of optimizers that are not torch's may depend on sizes.
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
@@ -316,6 +348,12 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
             there.copy_(torch.as_tensor(value).reshape(there.shape))
     else:
         group[key] = value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two hyperparameters are equal, which may be tensors."""
+    same = one == other
+    return bool(same.all()) if isinstance(same, torch.Tensor) else bool(same)
 
 
 def _complete(optimizer: Optimizer) -> None:
