@@ -167,6 +167,64 @@ def test_from_pretrained_gives_the_logits_of_a_sharded_training(
         assert not torch.allclose(trained, before)
 
 
+class Noted(nn.Linear):
+    """Has in its state dict what is no tensor, and a tensor that is made when it is asked for."""
+
+    def __init__(self, scale: float):
+        super().__init__(2, 2)
+        self.scale, self.calls = scale, int(scale)
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = torch.tensor(self.scale)
+        destination[prefix + "history"] = [self.scale]
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        self.scale = float(state_dict.pop(prefix + "scale", self.scale))
+        state_dict.pop(prefix + "history", None)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+@pytest.mark.parametrize("prefix", (False, True))
+def test_what_a_state_dict_makes_anew_is_given_to_the_model(prefix, tmp_path, caplog):
+    def made(scale):
+        model = nn.Sequential(Noted(scale))
+        if prefix:
+            model[0] = torch.compile(model[0], backend="eager")
+        return model
+
+    zerofx.save(tmp_path / "saved", made(3.0))
+    zerofx.export_safetensors(tmp_path / "exported", made(3.0))
+    for load, name, calls in ((zerofx.load, "saved", 3), (zerofx.load_safetensors, "exported", 1)):
+        model = made(1.0)
+        load(tmp_path / name, model)
+        assert (model[0].scale, model[0].calls) == (3.0, calls)
+    assert not [record for record in caplog.records if "takes no" in record.getMessage()]
+
+
+def test_what_a_model_makes_anew_and_does_not_take_is_named(tmp_path, caplog):
+    class Written(nn.Linear):
+        value = 1.0
+
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "written"] = torch.tensor(self.value)
+
+    model = Written(2, 2)
+    zerofx.save(tmp_path / "a", model)
+    zerofx.load(tmp_path / "a", model)
+    assert not caplog.text
+    model.value = 2.0
+    zerofx.load(tmp_path / "a", model)
+    assert "load_state_dict() takes no written" in caplog.text
+
+
 def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(3, 2), "more": torch.ones(1)}, file)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.contents import LAYOUT, parameter_names, plain_name
+from zerofx.checkpoint.contents import LAYOUT, model_entries, parameter_names, plain_name
+from zerofx.checkpoint.entries import entries_to_give, give
 from zerofx.checkpoint.metadata import Keys, Saved, why_another_kind
 from zerofx.checkpoint.pieces import Range
 from zerofx.checkpoint.targets import Target, into_shard, into_state, into_tensor
@@ -29,9 +30,6 @@ from zerofx.runtime.parameters.guarded import GuardedState, state_value
 from zerofx.runtime.parameters.parameter import State
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.bucket import Reader
-
-EXTRA_STATE = "_extra_state"
-"""The end of the name of a module's own state (``nn.Module.get_extra_state``)."""
 
 
 @dataclass
@@ -179,9 +177,9 @@ class Matching:
         """
         saved, differences = self.saved, self.differences
         left_out = self.value(saved.frozen) if saved.frozen is not None else ()
-        here = self.model.state_dict(keep_vars=True)
-        for own_name, value in here.items():
-            name = plain_name(own_name)
+        here, to_give = model_entries(self.model), entries_to_give(self.model)
+        given: dict[str, Any] = {}
+        for name, value in here.items():
             entry = saved.model.get(name)
             if entry is None and name not in left_out:
                 differences.missing.append(name)
@@ -190,15 +188,12 @@ class Matching:
                     differences.different.append(
                         f"{name} (left out as it was frozen, trainable here)"
                     )
-            elif name.endswith(EXTRA_STATE) or not isinstance(value, torch.Tensor):
-                self.read_whole(entry, partial(self._give_to_model, own_name))
+            elif name in to_give:
+                self.read_whole(entry, partial(given.__setitem__, name))
             elif not self.differs(entry, name, tuple(value.shape), value.dtype):
                 self.targets.append(target_of(entry, name, value))
-        names = {plain_name(name) for name in here}
-        differences.unknown += [name for name in (*saved.model, *left_out) if name not in names]
-
-    def _give_to_model(self, name: str, value: Any) -> None:
-        self.model.load_state_dict({name: value}, strict=False)
+        self.finish.append(partial(give, self.model, given))
+        differences.unknown += [name for name in (*saved.model, *left_out) if name not in here]
 
     def _match_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Plan where the states and hyperparameters of all optimizers come from."""

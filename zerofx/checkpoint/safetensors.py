@@ -21,10 +21,11 @@ from torch import nn
 
 from zerofx.checkpoint.barrier import Ranks, meet
 from zerofx.checkpoint.contents import Contents, model_entries
+from zerofx.checkpoint.entries import entries_to_give, give
 from zerofx.checkpoint.folders import Draft, Notes, as_path, state_of
 from zerofx.checkpoint.matching import Differences, target_of
 from zerofx.checkpoint.pieces import Piece, Range
-from zerofx.checkpoint.targets import Target
+from zerofx.checkpoint.targets import Target, into_tensor
 from zerofx.errors import CheckpointError, MismatchError, StepError
 from zerofx.runtime.memory.flat import ordinary_tensors
 
@@ -80,9 +81,7 @@ def export_safetensors(
 def _write(model: nn.Module, folder: Path, ranks: Ranks, file_bytes: int) -> None:
     contents = Contents(ranks.rank, ranks.world_size)
     tensors: dict[str, torch.Tensor | Piece] = {
-        name: contents.of_model(name, value)
-        for name, value in model_entries(model).items()
-        if isinstance(value, torch.Tensor)
+        name: contents.of_model(name, value) for name, value in _tensors_of(model).items()
     }
     parts = list(split(tensors, file_bytes))
     number = f"of-{len(parts):05}"
@@ -120,6 +119,12 @@ def _write(model: nn.Module, folder: Path, ranks: Ranks, file_bytes: int) -> Non
     ranks.on_first(reserve)
     with torch.no_grad(), ordinary_tensors():
         ranks.together(fill)
+
+
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's state dict, which is all that this format has of it."""
+    entries = model_entries(model).items()
+    return {name: value for name, value in entries if isinstance(value, torch.Tensor)}
 
 
 def split(tensors: Mapping[str, torch.Tensor | Piece], most_bytes: int) -> Iterator[dict[str, Any]]:
@@ -192,13 +197,14 @@ def load_safetensors(
     ranks = meet(model, [], process_group, "zerofx.load_safetensors()")
     ranks.check_same(path=Path(path).absolute())
     plan: list[tuple[Target, OpenFile]] = []
+    given: dict[str, torch.Tensor] = {}
 
     def check() -> None:
         found: dict[str, OpenFile] = {}
         for file in _files_at(Path(path)):
             opened = OpenFile(file)
             found |= dict.fromkeys(opened.shapes, opened)
-        differences = _match(model, found, plan)
+        differences = _match(model, found, plan, given)
         if differences and strict:
             raise MismatchError(
                 f"{path} does not fit: {differences}. Load it into the model that it is of, or "
@@ -210,6 +216,7 @@ def load_safetensors(
     def read() -> None:
         for target, file in plan:
             target.fill(file)
+        give(model, given)
 
     ranks.together(check)
     with torch.no_grad(), ordinary_tensors():
@@ -278,10 +285,14 @@ def _files_at(path: Path) -> list[Path]:
 
 
 def _match(
-    model: nn.Module, found: Mapping[str, OpenFile], plan: list[tuple[Target, OpenFile]]
+    model: nn.Module,
+    found: Mapping[str, OpenFile],
+    plan: list[tuple[Target, OpenFile]],
+    given: dict[str, torch.Tensor],
 ) -> Differences:
+    """Plan to read the tensors of a model, and into new memory those that it is to be ``given``."""
     differences = Differences()
-    entries = model_entries(model)
+    to_give, entries = entries_to_give(model), _tensors_of(model)
     there = {id(value) for name, value in entries.items() if name in found}
     for name, value in entries.items():
         if name not in found:
@@ -291,6 +302,10 @@ def _match(
             differences.different.append(
                 f"{name} (shape {shape} in the file, {tuple(value.shape)} here)"
             )
+        elif name in to_give:
+            with ordinary_tensors():
+                given[name] = torch.empty(shape, dtype=value.dtype, device="cpu")
+            plan.append((into_tensor(name, given[name]), found[name]))
         else:
             plan.append((target_of(name, name, value), found[name]))
     differences.unknown += [name for name in found if name not in entries]
