@@ -145,15 +145,16 @@ def check(root: Path, ways: Sequence[str], delay_s: float = 0.05) -> None:
 class Lost:
     """A connection whose other end receives nothing any more; gloo forgets what it was sent."""
 
-    def __init__(self, *arrived):
+    def __init__(self, *arrived, words="closed by peer"):
         self.arrived = list(arrived)  # tensors that it has sent before
+        self.words = words
 
     def send(self, tensors, rank, tag):
         return mock.Mock(wait=mock.Mock(side_effect=AssertionError("waits for what is forgotten")))
 
     def recv(self, tensors, rank, tag):
         if not self.arrived:
-            return mock.Mock(wait=mock.Mock(side_effect=RuntimeError("closed by peer")))
+            return mock.Mock(wait=mock.Mock(side_effect=RuntimeError(self.words)))
         tensors[0].copy_(self.arrived.pop(0))
         return mock.Mock()
 
@@ -164,6 +165,12 @@ def test_a_rank_that_ends_before_it_has_what_was_sent_is_missed_at_once(rank):
     connection = Lost(torch.tensor([len(report)]), report) if rank == 0 else Lost()
     with pytest.raises(RankError, match="lost the other ranks.*closed by peer"):
         Ranks(connection, rank, 2).together(lambda: "ours")
+
+
+def test_a_rank_that_does_not_answer_in_time_may_still_be_there():
+    connection = Lost(words="Timed out waiting 1800000ms for recv operation to complete")
+    with pytest.raises(RankError, match="rank 1 has had no answer .* in 30 minutes.*Timed out"):
+        Ranks(connection, 1, 2).together(lambda: "ours")
 
 
 @pytest.mark.slow(reason="processes of its own end")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import io
 import json
@@ -9,8 +10,10 @@ import logging
 import os
 import pickle
 import struct
+import time
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +26,10 @@ import zerofx
 from tests.kit.checkpoints import pair_of, refused
 from tests.kit.models import features, squared_loss
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
+from zerofx.checkpoint import barrier, saving
 from zerofx.checkpoint.folders import NOTES
 from zerofx.errors import CheckpointError, MismatchError
+from zerofx.runtime.parameters.registry import REGISTRY
 
 
 @pytest.fixture
@@ -382,6 +387,43 @@ def test_keeping_none_is_refused(keep, tmp_path):
 
 
 # Ranks that do not agree
+
+
+def save_late(root: str) -> str:
+    model = pair_of()[0]
+    with mock.patch.object(REGISTRY.barrier, "join_timeout_s", 0.2):
+        if dist.get_rank() == 1:
+            time.sleep(0.6)
+        return zerofx.save(Path(root) / "a", model).wait().name
+
+
+def test_ranks_have_more_time_to_come_to_a_save_than_to_a_step(ranks, tmp_path):  # noqa: F811
+    assert ranks(2).run(save_late, str(tmp_path)) == ["a", "a"]
+
+
+def interrupt_and_save(root: str, where: str) -> str:
+    """Rank 1 is interrupted in one save; then a connection is lost, and rank 0 has not noticed."""
+    model, rank = pair_of()[0], dist.get_rank()
+    zerofx.save(Path(root) / "first", model)
+    owner = {"write_items": saving, "_receive": barrier.Ranks}[where]
+    patched = mock.patch.object(owner, where, side_effect=KeyboardInterrupt)
+    with patched if rank == 1 else contextlib.nullcontext():
+        with pytest.raises(KeyboardInterrupt if rank == 1 else CheckpointError):
+            zerofx.save(Path(root) / "interrupted", model)
+    dist.barrier()
+    zerofx.save(Path(root) / "again", model)
+    if rank == 1:
+        for _, known in barrier.Ranks._known.values():
+            known._group = None
+    zerofx.save(Path(root) / "last", model)
+    dist.barrier()
+    return zerofx.latest(root).name
+
+
+@pytest.mark.parametrize("where", ("_receive", "write_items"))
+def test_ranks_connect_anew_when_they_have_lost_each_other(where, ranks, tmp_path):  # noqa: F811
+    assert ranks(2).run(interrupt_and_save, str(tmp_path), where) == ["last", "last"]
+    assert set(os.listdir(tmp_path)) == {"first", "again", "last"}
 
 
 def disagree(root: str, what: str) -> str:

@@ -38,6 +38,9 @@ Answer = TypeVar("Answer")
 _TIMEOUT = timedelta(minutes=30)
 """The time that one rank may write while others wait: torch's own limit for a collective."""
 
+_LOST = "checkpoints/lost"
+"""The key that counts, in the store of a group, how often one of its ranks has lost the others."""
+
 _KINDS = (
     ValueError,
     FileExistsError,
@@ -53,11 +56,15 @@ class Ranks:
     """The ranks of one checkpoint: all succeed, or all raise.
 
     They have connections of their own, over CPUs, because a checkpoint may be written beside the
-    collectives of a training.  Each group makes them once.  All ranks talk to rank 0; if one ends,
-    its connections close, and the others fail at once.
+    collectives of a training.  Each group makes them once, and anew when one of its ranks has lost
+    them.  All ranks talk to rank 0; if one ends, its connections close, and the others fail at
+    once.
     """
 
-    _known: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
+    _known: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, Ranks]] = (
+        weakref.WeakKeyDictionary()
+    )
+    """Each group's connections, and how often its ranks had lost some when they were made."""
 
     @classmethod
     def of(cls, bounds: Collection[ParameterState], group: Any, name: str) -> Ranks:
@@ -83,17 +90,20 @@ class Ranks:
                 "process_group is not the one that the model is sharded over: leave it out, it is "
                 "for models that no compiled step has seen yet"
             )
-        if communicators:
-            REGISTRY.barrier.wait(bounds, name)
-        elif found.world_size > 1:
-            store = compat.tensors.agreement_store(found.group)
-            rendezvous(store, name, found.rank, found.world_size, REGISTRY.barrier.join_timeout_s)
         if found.world_size == 1:
             return cls(None, 0, 1)
         assert found.group is not None
-        if found.group not in cls._known:
-            cls._known[found.group] = cls(_connected(found), found.rank, found.world_size)
-        return cls._known[found.group]
+        barrier, store = REGISTRY.barrier, compat.tensors.agreement_store(found.group)
+        barrier.confirm_writes([b for b in barrier.written if b.communicator is found])
+        lost, known = cls._known.get(found.group, (0, None))
+        if known is not None and known._group is None:
+            store.add(_LOST, 1)
+        rendezvous(store, name, found.rank, found.world_size, barrier.load_timeout_s)
+        now_lost = store.add(_LOST, 0)
+        if known is None or lost != now_lost:
+            known = cls(_connected(found), found.rank, found.world_size)
+            cls._known[found.group] = now_lost, known
+        return known
 
     def __init__(self, group: dist.Backend | None, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -111,10 +121,11 @@ class Ranks:
         """
         if self.world_size == 1:
             return decide([work()])[0]
-        result, failure = _outcome(work)
         others = range(1, self.world_size)
         sent: list[dist.Work] = []  # kept until they are complete
+        failure = None
         try:
+            result, failure = _outcome(work)
             if self.rank > 0:
                 sent = self._send((_told(failure), result), 0)
                 failed, told, answer = self._receive(0)
@@ -140,10 +151,14 @@ class Ranks:
             self._group = None  # closes its connections: no rank waits for this one
             if not isinstance(error, RuntimeError):
                 raise
-            raise RankError(
-                f"rank {self.rank} has lost the other ranks: one of them has ended, or was "
-                f"interrupted while it saved or loaded; their logs say why ({error})"
-            ) from failure or error
+            if "timed out" in str(error).lower():
+                why = f"has had no answer from another rank in {_TIMEOUT.seconds // 60} minutes"
+            else:
+                why = (
+                    "has lost the other ranks: one of them has ended, or was interrupted while it "
+                    "saved or loaded; their logs say why"
+                )
+            raise RankError(f"rank {self.rank} {why} ({error})") from failure or error
         if failure is not None:
             raise failure
         if told is not None:
