@@ -26,6 +26,8 @@ import zerofx
 from tests.kit.checkpoints import Everything, assert_same, built, file_size_limit, train, zero
 from tests.kit.covering import exhaustive, first
 from tests.kit.ranks import ranks_fixture  # noqa: F401
+from zerofx.checkpoint import safetensors
+from zerofx.checkpoint.pieces import Piece, Range
 
 
 def export(root: str, stage: int, file_bytes: int) -> dict:
@@ -253,6 +255,36 @@ def test_damaged_files_are_refused(harm, tmp_path):
     )
     with pytest.raises(zerofx.CheckpointError, match="cannot be read.*fetch it again"):
         zerofx.load_safetensors(file, model)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 2, 1), (1, 2, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_a_rank_writes_its_own_bytes_and_no_others(order, dtype, tmp_path):
+    shape = (5, 3, 4)
+    whole = torch.arange(60).reshape(shape).remainder(7).to(dtype)
+    in_order = whole.permute(order).reshape(-1)
+    length, at = 60 * dtype.itemsize, 7
+    mine = torch.zeros(60, dtype=torch.bool)
+    mine[11:48] = True
+    mine = mine.view([shape[dim] for dim in order]).permute(sorted(range(3), key=order.__getitem__))
+    expected = torch.full((60, dtype.itemsize), 0xAA, dtype=torch.uint8)
+    chosen = mine.reshape(-1)
+    expected[chosen] = whole.reshape(-1).view(torch.uint8).view(60, -1)[chosen]
+    path = tmp_path / "file"
+    path.write_bytes(b"\xaa" * (at + length + 5))
+    piece = Piece(Range(shape, order, 11, 48), dtype, lambda: in_order[11:48])
+    with mock.patch.object(safetensors, "STAGING_BYTES", 24):
+        descriptor = os.open(path, os.O_WRONLY)
+        safetensors._copy_part(descriptor, at, piece, rank=1)
+        os.close(descriptor)
+    written = path.read_bytes()
+    assert written[at:-5] == expected.numpy().tobytes()
+    assert written[:at] == b"\xaa" * at and written[-5:] == b"\xaa" * 5
+
+
+def test_an_export_maps_no_file(tmp_path):
+    with mock.patch.object(torch, "from_file", side_effect=AssertionError("mapped")):
+        zerofx.export_safetensors(tmp_path / "a", nn.Linear(2, 3))
 
 
 def test_a_full_disk_leaves_nothing(tmp_path):

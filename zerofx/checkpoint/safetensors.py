@@ -2,14 +2,17 @@
 
 The format (github.com/huggingface/safetensors) is a length, a JSON header with every tensor's
 dtype, shape and place, and the bytes.  Its library reads files, but writes only tensors that are
-whole.  So exports are written here: files are mapped into memory, and each rank copies its part of
-every tensor there.  No rank has a tensor whole, and nothing is sent.
+whole.  So exports are written here: files are made in full size, and each rank writes the bytes of
+its part of every tensor.  No rank has a tensor whole, and nothing is sent.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
+import operator
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -24,7 +27,7 @@ from zerofx.checkpoint.contents import Contents, model_entries
 from zerofx.checkpoint.entries import entries_to_give, give
 from zerofx.checkpoint.folders import Draft, Notes, as_path, state_of
 from zerofx.checkpoint.matching import Differences, target_of
-from zerofx.checkpoint.pieces import Piece, Range
+from zerofx.checkpoint.pieces import Box, Piece, Range, Shape
 from zerofx.checkpoint.targets import Target, into_tensor
 from zerofx.errors import CheckpointError, MismatchError, StepError
 from zerofx.runtime.memory.flat import ordinary_tensors
@@ -34,6 +37,9 @@ logger = logging.getLogger("zerofx")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """The names that ``from_pretrained`` looks for."""
+
+STAGING_BYTES = 16 << 20
+"""What is on its way to a file at once."""
 
 _DTYPES = {
     torch.bool: "BOOL",
@@ -91,9 +97,8 @@ def _write(model: nn.Module, folder: Path, ranks: Ranks, file_bytes: int) -> Non
 
     def reserve() -> None:
         for name, (header, _) in layouts.items():
-            # In full size: writing to a mapped file that gets no room would kill the process.
             nbytes = len(header) + sum(tensor.nbytes for tensor in files[name].values())
-            with open(folder / name, "xb") as file:
+            with open(folder / name, "xb") as file:  # in full size: a full disk is an error first
                 os.posix_fallocate(file.fileno(), 0, nbytes)
                 file.write(header)
         if len(files) > 1:
@@ -107,14 +112,15 @@ def _write(model: nn.Module, folder: Path, ranks: Ranks, file_bytes: int) -> Non
 
     def fill() -> None:
         for name, part in files.items():
-            path, starts = folder / name, layouts[name][1]
-            size = path.stat().st_size
-            data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-            for key, value in part.items():
-                place = data[starts[key] :][: value.nbytes].view(value.dtype).view(value.shape)
-                _copy_part(place, value, ranks.rank)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            # Not mapped, nor open for reading: else an NFS client writes back whole pages, and with
+            # them its old values of what other machines' ranks write there.
+            descriptor = os.open(folder / name, os.O_WRONLY)
+            try:
+                for key, value in part.items():
+                    _copy_part(descriptor, layouts[name][1][key], value, ranks.rank)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     ranks.on_first(reserve)
     with torch.no_grad(), ordinary_tensors():
@@ -168,13 +174,45 @@ def lay_out(tensors: Mapping[str, torch.Tensor | Piece]) -> tuple[bytes, dict[st
     return header, {name: len(header) + start for name, start in starts.items()}
 
 
-def _copy_part(into: torch.Tensor, value: torch.Tensor | Piece, rank: int) -> None:
+def _copy_part(descriptor: int, start: int, value: torch.Tensor | Piece, rank: int) -> None:
+    """Write this rank's part of a tensor that begins at byte ``start`` of a file."""
     if isinstance(value, Piece):
-        flat = value.read()
-        for box in value.part.boxes:
-            into[box.slices].copy_(value.part.view(flat, box))
+        part, values = value.part, value.read()
     elif rank == 0:
-        into.copy_(value)
+        part, values = Range.whole(tuple(value.shape)), value.detach().reshape(-1)
+    else:
+        return
+    width = value.dtype.itemsize
+    for at in range(part.start, part.stop, STAGING_BYTES // width):
+        stop = min(at + STAGING_BYTES // width, part.stop)
+        staged = Range(part.shape, part.order, at, stop)
+        there = values[at - part.start : stop - part.start].cpu()
+        for box in staged.boxes:
+            data = staged.view(there, box).contiguous().view(-1).view(torch.uint8).numpy()
+            for element, numel in _runs(part.shape, box):
+                run, data = data[: numel * width], data[numel * width :]
+                _write_at(descriptor, memoryview(run), start + element * width)
+
+
+def _runs(shape: Shape, box: Box) -> Iterator[tuple[int, int]]:
+    """Yield the first element and the length of each run of a tensor that is in a box, in order.
+
+    Shapes: the box [2, 3] at (1, 0) of [4, 3] -> (3, 6); [3, 1] at (0, 2) -> (2, 1), (5, 1), (8, 1)
+    """
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    dim = len(shape) - 1  # the slowest of the dimensions that lie together in the box
+    while dim > 0 and box.sizes[dim] == shape[dim]:
+        dim -= 1
+    numel = math.prod(box.sizes[max(dim, 0) :])
+    first = sum(map(operator.mul, box.offsets, strides))
+    for place in itertools.product(*map(range, box.sizes[: max(dim, 0)])):
+        yield first + sum(map(operator.mul, place, strides)), numel
+
+
+def _write_at(descriptor: int, data: memoryview, start: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, start)
+        data, start = data[written:], start + written
 
 
 def load_safetensors(
