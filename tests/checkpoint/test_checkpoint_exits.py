@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 import zerofx
 from tests.kit import ranks
-from zerofx.checkpoint.barrier import Ranks
+from zerofx.checkpoint.barrier import Ranks, Saving
 from zerofx.checkpoint.folders import Draft
 from zerofx.errors import RankError
 
@@ -171,6 +171,13 @@ def test_a_rank_that_does_not_answer_in_time_may_still_be_there():
     connection = Lost(words="Timed out waiting 1800000ms for recv operation to complete")
     with pytest.raises(RankError, match="rank 1 has had no answer .* in 30 minutes.*Timed out"):
         Ranks(connection, 1, 2).together(lambda: "ours")
+
+
+def test_a_save_behind_that_is_ended_by_anything_has_failed(tmp_path):
+    saving = Saving(tmp_path / "a")
+    saving.start(mock.Mock(side_effect=SystemExit(3)))
+    with pytest.raises(zerofx.CheckpointError, match="a was not written: SystemExit"):
+        saving.wait()
 
 
 @pytest.mark.slow(reason="processes of its own end")

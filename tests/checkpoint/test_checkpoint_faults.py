@@ -296,6 +296,16 @@ def test_files_elsewhere_are_not_read(path):
     assert "points out of the checkpoint" in refused(CheckpointError, path, pair_of(1))
 
 
+def test_checksums_are_written_where_a_script_has_switched_them_off(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        zerofx.save(tmp_path / "a", *pair_of(), extra={"it": [torch.ones(2)]})
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    zerofx.load(tmp_path / "a", *pair_of(1))
+
+
 def test_what_could_not_be_read_again_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match=r"extra\['it'\] is a Runs that cannot be read again"):
         zerofx.save(tmp_path / "a", *pair_of(), extra={"it": Runs(tmp_path / "ran")})

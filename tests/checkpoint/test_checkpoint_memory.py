@@ -10,9 +10,14 @@ import pytest
 import torch
 
 import zerofx
-from tests.kit.checkpoints import built, train, zero
+from tests.kit.checkpoints import built, pair_of, train, zero
+from zerofx.checkpoint import saving
+from zerofx.checkpoint.contents import Contents
 from zerofx.checkpoint.reading import Reader
 from zerofx.checkpoint.targets import into_state
+from zerofx.runtime.optimizer.lazy_states import LazyState
+from zerofx.runtime.parameters.snapshots import Snapshot
+from zerofx.runtime.storage.memory import HostMemory
 
 
 @pytest.fixture
@@ -38,6 +43,43 @@ def test_a_save_has_one_tensor_in_memory(pair, tmp_path):
     with mock.patch.object(torch, "save", watched):
         zerofx.save(tmp_path / "a", *pair)
     assert most == 1 and len(given) == 12
+
+
+def test_a_save_behind_that_has_failed_keeps_no_copies(pair, tmp_path):
+    copies = []
+
+    def failing(contents, *_arguments):
+        copies.extend(map(weakref.ref, contents["model"].values()))
+        raise OSError("no room")
+
+    with mock.patch.object(saving, "_write", failing):
+        save = zerofx.save(tmp_path / "a", *pair, asynchronous=True)
+        with pytest.raises(zerofx.CheckpointError, match="no room"):
+            save.wait()
+    assert copies and not any(copy() is not None for copy in copies)
+
+
+def test_a_rank_that_saves_nothing_of_a_state_does_not_read_it(tmp_path):
+    zerofx.save(tmp_path / "a", *pair_of())
+    model, optimizer = pair_of(1)
+    optimizer.state.clear()
+    zerofx.load(tmp_path / "a", model, optimizer)
+    with mock.patch.object(LazyState, "read", side_effect=AssertionError("reads")):
+        Contents(1, 2, Snapshot()).collect(model, [optimizer], None)
+
+
+@pytest.mark.slow(reason="a step is compiled")
+def test_a_save_behind_of_more_than_there_is_room_for_is_refused(tmp_path):
+    torch._dynamo.reset()
+    (tmp_path / "files").mkdir()
+    options = {"offload": "optimizer,params", "offload_tier": "nvme"}
+    pair, compiled = built(), zero(3, **options, offload_dir=[str(tmp_path / "files")])
+    train(compiled, pair, range(1))
+    with mock.patch.object(HostMemory, "available_bytes", return_value=100):
+        with pytest.raises(zerofx.CheckpointError, match="and 100 are available.*asynchronous"):
+            zerofx.save(tmp_path / "a", *pair, asynchronous=True)
+        zerofx.save(tmp_path / "b", *pair)
+    zerofx.save(tmp_path / "c", *pair, asynchronous=True).wait()
 
 
 @pytest.mark.slow(reason="a step is compiled")

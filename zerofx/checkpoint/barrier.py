@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
@@ -274,9 +275,14 @@ class Saving:
         _yield_to_others()
         try:
             work()
-        except Exception as error:
-            self._error = error
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._error = error
+            else:
+                self._error = CheckpointError(f"{self.path} was not written: {error!r}")
             logger.error("checkpoint %s was not written: %s", self.path, error)
+            logger.debug("%s", traceback.format_exc())
+            _drop_tracebacks(error)
             atexit.register(self._fail_at_exit)
 
     def _fail_at_exit(self) -> None:
@@ -307,6 +313,13 @@ class Saving:
         return self.path
 
     result = wait
+
+
+def _drop_tracebacks(error: BaseException | None) -> None:
+    """Free what the functions hold that raised an error: the copies that were to be written."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _yield_to_others() -> None:

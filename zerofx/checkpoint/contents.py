@@ -23,6 +23,7 @@ from zerofx.accelerator import kind, module_of
 from zerofx.checkpoint.pieces import Piece, Range, encode
 from zerofx.codegen.rewrite.storage import widened, widened_dtypes
 from zerofx.deferred.ledger import LEDGER
+from zerofx.errors import CheckpointError
 from zerofx.ir.parameters import shard_numel, storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.lazy_states import LazyState
@@ -137,6 +138,7 @@ class Contents:
     def __init__(self, rank: int, world_size: int, snapshot: Snapshot | None = None) -> None:
         self.rank, self.world_size, self.snapshot = rank, world_size, snapshot
         self._reader = Reader()
+        self._to_copy: list[tuple[Piece, Callable[[torch.Tensor], object]]] = []
 
     def collect(
         self,
@@ -173,7 +175,26 @@ class Contents:
         found[RNG] = {str(self.rank): encode(rng_state(), "the state of random numbers")}
         if extra is not None:
             found[EXTRA] = {name: self._extra(name, value) for name, value in extra.items()}
+        self._copy()
         return found
+
+    def _copy(self) -> None:
+        """Copy to host memory what a step may change without the snapshot.
+
+        Raises: CheckpointError if there is no room.
+        """
+        needed = sum((p.part.stop - p.part.start) * p.dtype.itemsize for p, _ in self._to_copy)
+        available = REGISTRY.host.available_bytes()
+        if available is not None and needed > available:
+            raise CheckpointError(
+                "an asynchronous save begins with copies of what is in files, and of whole "
+                f"parameters and states: this rank needs {needed} bytes of host memory for them, "
+                f"and {available} are available. Save with asynchronous=False: it has one tensor "
+                "in memory at a time."
+            )
+        for piece, keep in self._to_copy:
+            keep(piece.read().detach().to("cpu", copy=True))
+        self._to_copy.clear()
 
     def _errors(self, model: nn.Module) -> dict[str, Any]:
         """Return what this rank's wires of gradients have lost, as tensors by number.
@@ -239,10 +260,14 @@ class Contents:
         return tensor if self.snapshot is None else tensor.to("cpu", copy=True)
 
     def _piece(self, part: Range, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> Piece:
-        if self.snapshot is not None:
-            values = read().detach().to("cpu", copy=True)
-            return Piece(part, dtype, lambda: values)
-        return Piece(part, dtype, read)
+        if part.start == part.stop:
+            return Piece(part, dtype, lambda: torch.empty(0, dtype=dtype, device="cpu"))
+        piece = Piece(part, dtype, read)
+        if self.snapshot is None:
+            return piece
+        values: list[torch.Tensor] = []
+        self._to_copy.append((piece, values.append))
+        return Piece(part, dtype, lambda: values[0])
 
     def _range(
         self, tensor: torch.Tensor, start: int, stop: int, read: Callable[[], torch.Tensor]

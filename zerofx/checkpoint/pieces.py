@@ -13,7 +13,7 @@ import operator
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -172,8 +172,18 @@ def encode(value: Any, name: str) -> bytes:
 
 def _pickled(value: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    write_value(value, buffer)
     return buffer.getvalue()
+
+
+def write_value(value: Any, stream: IO[bytes]) -> None:
+    """Write a value as ``torch.save`` does, with checksums, also if the script wants none."""
+    are_wanted = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        torch.save(value, stream)
+    finally:
+        torch.serialization.set_crc32_options(are_wanted)
 
 
 @functools.lru_cache(maxsize=1024, typed=True)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
@@ -27,7 +26,7 @@ from zerofx.checkpoint.folders import (
     checkpoints_in,
     prune,
 )
-from zerofx.checkpoint.pieces import Piece
+from zerofx.checkpoint.pieces import Piece, write_value
 from zerofx.checkpoint.reading import in_use
 from zerofx.errors import CheckpointError
 from zerofx.garbage import without_collections
@@ -169,7 +168,7 @@ def write_items(
                     values = found.part.view_at(found.read(), item.index.offset)
                 else:
                     values = planner.lookup_object(item.index)
-                torch.save(values.detach().to("cpu", copy=True), stream)
+                write_value(values.detach().to("cpu", copy=True), stream)
             del values  # before the next is read
         nbytes = stream.tell() - start
         place = compat.tensors.place_in_file(name, start, nbytes)
