@@ -95,8 +95,9 @@ class TracedStep:
         self._check_apart(new_state, keys[0])
         self.new_state = tuple((name, store(value, results)) for name, value in new_state.items())
         kept = {compat.tensors.storage_key(item) for item in results if isinstance(item, Tensor)}
-        self.writes_gradient = keys[1] in self.follower.mutated
-        self.uses_up_gradient = self.writes_gradient or keys[1] in kept
+        writes_into = keys[1] in self.follower.mutated
+        self.writes_gradient = writes_into or parameter.grad is not gradient
+        self.uses_up_gradient = writes_into or keys[1] in kept
         changed = {
             name: value
             for name, value in shadow.param_groups[0].items()

@@ -36,8 +36,9 @@ class Update:
     ``guard`` says whether the branches taken while tracing hold for other scalars (None: they
     always do).  ``conversions`` are the lines that made a plain number of a hyperparameter,
     which is why another value of it needs another trace.  ``writes_gradient`` says that the step
-    changes ``p.grad``: here, a copy of it.  ``shards`` says which of the graph's inputs hold one
-    element per element of the parameter, ``inputs`` where all of them are found: ``state.exp_avg``.
+    changes ``p.grad``, here a copy of it, or replaces or clears it.  ``shards`` says which of the
+    graph's inputs hold one element per element of the parameter, ``inputs`` where all of them are
+    found: ``state.exp_avg``.
 
     It takes the gradient in ``gradient_dtype``.  One that ``codegen.rewrite.storage`` has rewritten
     may have more inputs, which ``inputs`` does not name: ``scales`` are those of blocks' scales.

@@ -278,8 +278,8 @@ def test_an_object_in_a_state_is_refused_when_it_appears(stage):
         step(model, optimizer, *BATCH)
 
 
-class Signed(torch.optim.Optimizer):
-    """Writes to ``p.grad``."""
+class Writing(torch.optim.Optimizer):
+    """``write`` is what it does to ``p.grad``."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -288,10 +288,28 @@ class Signed(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(p.grad.sign_(), alpha=group["lr"])
+                self.write(p, group["lr"])
 
 
-def test_an_optimizer_that_writes_gradients_is_refused_where_somebody_reads_them():
+class Signed(Writing):
+    def write(self, p, lr):
+        p.sub_(p.grad.sign_(), alpha=lr)
+
+
+class Clearing(Writing):
+    def write(self, p, lr):
+        p.sub_(p.grad, alpha=lr)
+        p.grad = None
+
+
+class Replacing(Writing):
+    def write(self, p, lr):
+        p.grad = p.grad.sign()
+        p.sub_(p.grad, alpha=lr)
+
+
+@pytest.mark.parametrize("kind", (Signed, Clearing, Replacing))
+def test_an_optimizer_that_writes_gradients_is_refused_where_somebody_reads_them(kind):
     def step(model, optimizer, x, y):
         loss = squared_loss(model, x, y)
         loss.backward()
@@ -301,8 +319,8 @@ def test_an_optimizer_that_writes_gradients_is_refused_where_somebody_reads_them
     model, eager = Mlp(), Mlp()
     eager.load_state_dict(model.state_dict())
     with pytest.raises(StepError, match=r"writes to p\.grad.*read after it"):
-        zero(step)(model, Signed(model.parameters()), *BATCH)
-    zero(good_step)(model, Signed(model.parameters()), *BATCH)
-    good_step(eager, Signed(eager.parameters()), *BATCH)
+        zero(step)(model, kind(model.parameters()), *BATCH)
+    zero(good_step)(model, kind(model.parameters()), *BATCH)
+    good_step(eager, kind(eager.parameters()), *BATCH)
     trained = model.state_dict()
     assert all(torch.equal(trained[name], value) for name, value in eager.state_dict().items())

@@ -171,6 +171,7 @@ class OwnStep:
         parameter = self._optimizer.parameters[index]
         stand_in = self._cast.stand_ins[parameter.user()]
         value, before = stand_in.data, self._gradients.pop(index, None)
+        is_replaced = stand_in.grad is not gradient
         stand_in.data, stand_in.grad = value.new_empty(0), None
         vars(parameter.user()).update(vars(stand_in))
         if value.shape != parameter.info.shape or value.dtype != parameter.info.dtype:
@@ -179,7 +180,9 @@ class OwnStep:
                 f"{tuple(value.shape)} of parameter '{parameter.info.name}', which is "
                 f"{parameter.info.dtype} of shape {parameter.info.shape}."
             )
-        if before is not None and not torch.equal(before.nan_to_num(), gradient.nan_to_num()):
+        if before is not None and (
+            is_replaced or not torch.equal(before.nan_to_num(), gradient.nan_to_num())
+        ):
             self._optimizer.check_written_gradient(parameter)
         return value
 

@@ -288,13 +288,13 @@ class TracedOptimizer:
             self.check_written_gradient(parameter)
 
     def check_written_gradient(self, parameter: UpdatedParameter) -> None:
-        """Refuse that an update has changed a gradient which is read after it."""
+        """Refuse that an update has changed or replaced a gradient which is read after it."""
         if parameter.index in self.settings.gradients_read_later:
             raise UpdateError(
-                f"{self.name}.step writes to p.grad, and the gradient of '{parameter.info.name}' "
-                "is read after it, in the step or as p.grad once the step is over: zerofx's update "
-                "works on a copy. Write `grad = p.grad.clone()` in the optimizer, or call "
-                "optimizer.zero_grad() right after optimizer.step()."
+                f"{self.name}.step writes to p.grad, or replaces or clears it, and the gradient of "
+                f"'{parameter.info.name}' is read after it, in the step or as p.grad once the step "
+                "is over: zerofx's update works on a copy. Write `grad = p.grad.clone()` in the "
+                "optimizer, or call optimizer.zero_grad() right after optimizer.step()."
             )
 
 
