@@ -55,6 +55,17 @@ def test_hooks_on_an_optimizers_step_run_or_are_refused():
     assert calls == ["before", "after"]
 
 
+def test_a_hook_that_comes_between_two_calls_is_refused():
+    model = Mlp()
+    optimizer, step = sgd(model), zero(good_step)
+    step(model, optimizer, *BATCH)
+    hook = optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(StepError, match="SGD has step hooks"):
+        step(model, optimizer, *BATCH)
+    hook.remove()
+    step(model, optimizer, *BATCH)
+
+
 # Optimizers that are not elementwise.
 
 

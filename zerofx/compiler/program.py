@@ -17,7 +17,6 @@ from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import context_of
 from zerofx.compiler.rewrite import described_optimizers, rewrite
-from zerofx.errors import StepError
 from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.interface import recorded
@@ -35,7 +34,7 @@ from zerofx.runtime.comm.agreement import AgreementError, where_they_part
 from zerofx.runtime.comm.peer_memory import AnotherProgramError
 from zerofx.runtime.memory.pages import return_freed_memory
 from zerofx.runtime.optimizer.setup import ProgramSetup, Trained
-from zerofx.runtime.optimizer.state_dict import has_step_hooks
+from zerofx.runtime.optimizer.state_dict import refuse_step_hooks
 from zerofx.runtime.parameters.first_values import digest_of
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.step import StepRuntime
@@ -58,12 +57,7 @@ class Program:
 
     def __init__(self, function: CompiledFunction, step: CapturedStep):
         for optimizer in map(substitutes.optimizer_of, step.optimizers):
-            if has_step_hooks(optimizer):
-                raise StepError(
-                    f"{type(optimizer).__name__} has step hooks (its own or global), which would "
-                    "not run inside the compiled step. Remove them, and do their work in the step "
-                    "or after the call."
-                )
+            refuse_step_hooks(optimizer)
         self.function = function
         self.first_call = function.first_call
         self.number = function.num_programs

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from zerofx import compat
 from zerofx.codegen.rewrite.storage import MASTER, widen
 from zerofx.codegen.trace.nested import map_leaves
+from zerofx.errors import StepError
 from zerofx.runtime.memory.flat import gather, ordinary_tensors, take_shard
 from zerofx.runtime.optimizer.lazy_states import LazyState
 from zerofx.runtime.optimizer.owners import owner_of
@@ -46,14 +47,20 @@ def attach_optimizer(optimizer: Optimizer, keeps_loaded_dtypes: bool = False) ->
     attachment.shard_states(optimizer)
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether the user has hooks on this optimizer's ``step``, or on every optimizer's."""
-    if compat.tensors.has_global_optimizer_hooks():
-        return True
+def refuse_step_hooks(optimizer: Optimizer) -> None:
+    """Refuse hooks of the user's on this optimizer's ``step``, or on every optimizer's."""
     ours = REGISTRY.attached.get(optimizer)
     before = optimizer._optimizer_step_pre_hooks.values()
-    before = [hook for hook in before if ours is None or hook != ours.on_step]
-    return bool(before or optimizer._optimizer_step_post_hooks)
+    if (
+        compat.tensors.has_global_optimizer_hooks()
+        or optimizer._optimizer_step_post_hooks
+        or any(ours is None or hook != ours.on_step for hook in before)
+    ):
+        raise StepError(
+            f"{type(optimizer).__name__} has step hooks (its own or global), which would not run "
+            "inside the compiled step. Remove them, and do their work in the step or after the "
+            "call."
+        )
 
 
 class OptimizerAttachment:
