@@ -177,8 +177,12 @@ def _is_carried(value: Any) -> bool:
 def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group's hyperparameters, set to torch's single-tensor implementation."""
     # Sorted: groups that name some of them themselves hold them in another order.
-    values = {name: group[name] for name in sorted(group) if name != "params"}
+    values = {name: group[name] for name in sorted(group) if name not in BY_PLACE}
     return values | {name: value for name, value in _SINGLE_TENSOR.items() if name in values}
+
+
+BY_PLACE = {"params", "param_names"}
+"""The entries of a parameter group that are lists, of one value for each of its parameters."""
 
 
 def constant_attributes(optimizer: torch.optim.Optimizer) -> tuple:

@@ -14,6 +14,7 @@ from zerofx.codegen.trace.shadow import own_copy, shadow_of
 _SHAPE = (4, 4)
 _PER_GROUP = 2
 _STEPS = 6
+_STEPS_IN_PLACES = 2
 _SCALES = (1.0, 1e-4, 1e4)
 """Of the other parameters' gradients: what adds up over all, to clip say, then does something."""
 
@@ -29,9 +30,10 @@ def check_independent(
 
     The optimizer's own step runs so many times on small tensors, each alone in its group, and then
     all in their groups with another random seed, beside gradients of several scales: the results
-    must be the same bits.  torch's own optimizers are known.  Returns False if the step fails on
-    the small tensors: it is left for tracing to judge.  ``state`` is what a parameter has by now: a
-    later step may take a branch that the first ones do not.
+    must be the same bits.  So they must if each moves one place further in its whole group.
+    torch's own optimizers are known.  Returns False if the step fails on the small tensors: it is
+    left for tracing to judge.  ``state`` is what a parameter has by now: a later step may take a
+    branch that the first ones do not.
 
     Raises: UpdateError naming the optimizer.
     """
@@ -44,14 +46,14 @@ def check_independent(
         for one in everything:
             alone |= _train(optimizer, [one], state, num_steps, seed=1)
         differ = any(
-            not torch.equal(found.nan_to_num(), alone[member].nan_to_num())
+            not _are_equal(found, alone[member])
             for place in range(_PER_GROUP)
             for scale in _SCALES
             for member, found in _train(
                 optimizer, everything, state, num_steps, 0, place, scale
             ).items()
             if member[1] == place
-        )
+        ) or (state is None and _depends_on_places(optimizer))
     except UpdateError:
         raise
     except Exception:
@@ -64,6 +66,28 @@ def check_independent(
             "what they share out of the optimizer, to between backward() and step()."
         )
     return True
+
+
+def _depends_on_places(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether updates differ when each parameter moves one place further in its group."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if max(sizes) <= _PER_GROUP:
+        return False
+    one, other = (
+        _train(
+            optimizer,
+            [(group, (place + by) % n) for group, n in enumerate(sizes) for place in range(n)],
+            None,
+            _STEPS_IN_PLACES,
+            seed=0,
+        )
+        for by in (0, 1)
+    )
+    return any(not _are_equal(found, one[member]) for member, found in other.items())
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _train(

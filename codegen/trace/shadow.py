@@ -28,12 +28,14 @@ def shadow_of(
     shadow = copy_of(optimizer, type(optimizer), lambda _name, value: own_copy(value))
     shadow.param_groups = []
     for number, group in enumerate(optimizer.param_groups):
-        members = [p for (owner, _), p in parameters.items() if owner == number]
+        members = {place: p for (owner, place), p in parameters.items() if owner == number}
         if members:
             values = {name: own_copy(value) for name, value in group_values(group).items()}
             apart = partial(_divided, by=1 + number / 8)
             values = {name: map_leaves(apart, value) for name, value in values.items()}
-            shadow.param_groups.append({"params": members, **values})
+            if names := group.get("param_names"):
+                values["param_names"] = [names[place % len(names)] for place in members]
+            shadow.param_groups.append({"params": list(members.values()), **values})
     return shadow
 
 

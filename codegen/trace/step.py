@@ -59,6 +59,12 @@ class TracedStep:
         tensors, scalars = iter(inputs[:num_tensors]), iter(inputs[num_tensors:])
         group = self.group.rebuild(tensors, scalars, self.follower.know)
         state = self.state.rebuild(tensors, scalars, self.follower.know)
+        if "param_names" in self.optimizer.param_groups[0]:
+            group["param_names"] = _Elsewhere(
+                f"{type(self.optimizer).__name__}.step reads the names of its parameters, but an "
+                "update is traced for one parameter, and holds for others. Have those that are "
+                "updated otherwise in a parameter group of their own."
+            )
         given = {name: copied(value) for name, value in group.items()}
         objects = {name: contents(value) for name, value in group.items()}
         numbers = dict(self.follower.values)
@@ -135,7 +141,13 @@ class TracedStep:
                 return copied_function(value)
             if name not in own:
                 return value
-            stand_in = _Elsewhere(type(self.optimizer).__name__, name)
+            stand_in = _Elsewhere(
+                f"{type(self.optimizer).__name__}.step looks into its attribute `{name}`, where "
+                "parameters, a module or another optimizer are, but an update is traced for one "
+                "parameter at a time, which is in `self.param_groups` and nowhere else. Go through "
+                "these, and keep what a parameter has of its own in its group or in "
+                "`self.state[p]`. If it wraps another optimizer, give the step that one."
+            )
             return _without_parameters(copied(value), theirs, stand_in)  # which a trace may change
 
         kind = class_with_copies(type(self.optimizer), copied_function)
@@ -229,19 +241,13 @@ class TracedStep:
 
 
 class _Elsewhere:
-    """Stands for an attribute that a step must not look into; says so if it does."""
+    """Stands for what a step must not look into; says so in these words if it does."""
 
-    def __init__(self, optimizer: str, name: str) -> None:
-        self._optimizer, self._name = optimizer, name
+    def __init__(self, words: str) -> None:
+        self._words = words
 
     def _refuse(self, *_: Any) -> Any:
-        raise UpdateError(
-            f"{self._optimizer}.step looks into its attribute `{self._name}`, where parameters, a "
-            "module or another optimizer are, but an update is traced for one parameter at a "
-            "time, which is in `self.param_groups` and nowhere else. Go through these, and keep "
-            "what a parameter has of its own in its group or in `self.state[p]`. If it wraps "
-            "another optimizer, give the step that one."
-        )
+        raise UpdateError(self._words)
 
     __getattr__ = __iter__ = __len__ = __contains__ = __getitem__ = _refuse
 
@@ -249,7 +255,7 @@ class _Elsewhere:
 def holds_parameters(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a step may go through parameters, a module or an optimizer by an attribute."""
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    stand_in = _Elsewhere(type(optimizer).__name__, "")
+    stand_in = _Elsewhere("")
     return any(
         any(leaf is stand_in for leaf in leaves(_without_parameters(value, theirs, stand_in)))
         for value in own_attributes(optimizer).values()

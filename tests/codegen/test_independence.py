@@ -66,6 +66,34 @@ def test_an_update_that_looks_elsewhere_is_refused(update):
         check_independent(optimizer_of(update))
 
 
+def by_table(self):
+    for group in self.param_groups:
+        for p, factor in zip(group["params"], group["factors"], strict=False):
+            p.add_(p.grad, alpha=-group["lr"] * factor)
+
+
+def by_name(self):
+    for group in self.param_groups:
+        for p, name in zip(group["params"], group["param_names"], strict=True):
+            p.add_(p.grad, alpha=-group["lr"] / (1 + len(name)))
+
+
+def test_a_table_by_position_is_refused_and_names_are_not():
+    optimizer = optimizer_of(by_table)
+    group = optimizer.param_groups[0]
+    group["params"] += [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    group["factors"] = optimizer.param_groups[1]["factors"] = [1.0, 1.0, 1.0, 0.5]
+    with pytest.raises(UpdateError, match="by_table.step does not update each parameter by itself"):
+        check_independent(optimizer)
+    group["factors"][3] = 1.0
+    assert check_independent(optimizer)
+    optimizer = optimizer_of(by_name)
+    for group in optimizer.param_groups:
+        group["params"] += [nn.Parameter(torch.ones(2)) for _ in range(3)]
+        group["param_names"] = ["w", "of.two", "of.three.parts", "bias"]
+    assert check_independent(optimizer)
+
+
 def by_number_once_warm(self):
     for group in self.param_groups:
         for p in group["params"]:

@@ -521,6 +521,30 @@ def test_a_step_that_overflows_is_left_out():
     assert not torch.equal(model.state_dict()["up.weight"], before["up.weight"])
 
 
+class ByName(OneByOne):
+    """Updates the parameters of layers with a rate of their own, by their names."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p, name in zip(group["params"], group["param_names"], strict=True):
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * (0.1 if "square" in name else 1.0))
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_names_are_those_of_the_parameters_that_are_updated(stage):
+    torch.manual_seed(0)
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    optimizer, its = (ByName(list(one.named_parameters())) for one in (model, other))
+    zero = compiled(step, stage)
+    for number in range(2):
+        assert zero(model, optimizer, *batch(number, 0)) == step(other, its, *batch(number, 0))
+    assert_same(model.state_dict(), other.state_dict())
+    assert optimizer.param_groups[0]["param_names"] == its.param_groups[0]["param_names"]
+
+
 class Restarts(Lamb):
     """Forgets all of a parameter's state now and then."""
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofx.codegen.rewrite.elementwise import UpdateError
-from zerofx.codegen.trace.arguments import own_attributes
+from zerofx.codegen.trace.arguments import BY_PLACE, own_attributes
 from zerofx.codegen.trace.independence import check_independent
 from zerofx.codegen.trace.nested import leaves, map_leaves
 from zerofx.runtime.optimizer.traces import TracedOptimizer
@@ -82,28 +82,31 @@ class OwnStep:
         updated = {id(user) for user in users.values()}
         stand_ins = {id(users[index]): self._stand_in(index, wholes[index]) for index in wholes}
         groups, states = optimizer.param_groups, optimizer.state
-        members = [group["params"] for group in groups]
+        by_place = [{key: group[key] for key in BY_PLACE & group.keys()} for group in groups]
         own: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         own.update((key, state) for key, state in states.items() if not isinstance(key, Tensor))
         for index in wholes:
             if users[index] in states:
                 own[stand_ins[id(users[index])]] = states[users[index]]
         try:
-            for number, group in enumerate(groups):
-                mine = [stand_ins[id(p)] for p in members[number] if id(p) in stand_ins]
-                elsewhere = [p for p in members[number] if id(p) in updated]
+            for number, (group, its) in enumerate(zip(groups, by_place, strict=True)):
+                members = its["params"]
+                mine = {at: stand_ins[id(p)] for at, p in enumerate(members) if id(p) in stand_ins}
+                elsewhere = [at for at, p in enumerate(members) if id(p) in updated]
                 if elsewhere and not mine:
-                    idle, state = self._idle_in(number, elsewhere[0])
-                    own[idle], mine = state, [idle]
-                group["params"] = mine
+                    idle, state = self._idle_in(number, members[elsewhere[0]])
+                    own[idle], mine = state, {elsewhere[0]: idle}
+                group["params"] = list(mine.values())
+                if "param_names" in its:
+                    group["param_names"] = [its["param_names"][at] for at in mine]
             optimizer.state = own
             # What a step compiles for itself cannot be compiled while a compiled step runs.
             with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
                 type(optimizer).step(optimizer)
         finally:
             optimizer.state = states
-            for group, its in zip(groups, members, strict=True):
-                group["params"] = its
+            for group, its in zip(groups, by_place, strict=True):
+                group.update(its)
             for index in wholes:
                 states.pop(users[index], None)
                 if (stand_in := stand_ins[id(users[index])]) in own:
@@ -138,7 +141,7 @@ class OwnStep:
         optimizer = self._optimizer.live_optimizer()
         found: list[tuple[int, int | float]] = []
         for number, group in enumerate(optimizer.param_groups):
-            for key in sorted(group.keys() - {"params"}):
+            for key in sorted(group.keys() - BY_PLACE):
                 found += [(number, leaf) for leaf in leaves(group[key]) if type(leaf) in _NUMBERS]
         attributes = leaves(own_attributes(optimizer))
         return found + [(-1, leaf) for leaf in attributes if type(leaf) is float]
@@ -150,7 +153,7 @@ class OwnStep:
             return type(leaf)(next(values)) if type(leaf) in _NUMBERS else leaf
 
         group = self._optimizer.live_optimizer().param_groups[number]
-        for key in sorted(group.keys() - {"params"}):
+        for key in sorted(group.keys() - BY_PLACE):
             if any(type(leaf) in _NUMBERS for leaf in leaves(group[key])):
                 group[key] = map_leaves(taken, group[key])
 
