@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from zerofx import compat
 from zerofx.codegen.rewrite.elementwise import UpdateError
-from zerofx.codegen.trace.shadow import own_copy, shadow_of
+from zerofx.codegen.trace.shadow import Place, own_copy, shadow_of
 
-_SHAPE = (4, 4)
+_LENGTH = 4
 _PER_GROUP = 2
 _STEPS = 6
 _STEPS_IN_PLACES = 2
 _SCALES = (1.0, 1e-4, 1e4)
 """Of the other parameters' gradients: what adds up over all, to clip say, then does something."""
-
-_Members = Sequence[tuple[int, int]]
 
 
 def check_independent(
@@ -26,58 +27,71 @@ def check_independent(
     state: Mapping[str, Any] | None = None,
     num_steps: int = _STEPS,
 ) -> bool:
-    """Refuse an update that depends on other parameters, their order, or a random draw.
+    """Refuse an update that depends on other parameters, on its place in a group, or on a draw.
 
     The optimizer's own step runs so many times on small tensors, each alone in its group, and then
     all in their groups with another random seed, beside gradients of several scales: the results
     must be the same bits.  So they must if each moves one place further in its whole group.
-    torch's own optimizers are known.  Returns False if the step fails on the small tensors: it is
-    left for tracing to judge.  ``state`` is what a parameter has by now: a later step may take a
-    branch that the first ones do not.
+    Tensors are square, or if the step fails on those, like its own.  torch's own optimizers are
+    known.  Returns False, with a warning, if the step fails on either: it is left for tracing to
+    judge.  ``state`` is what a parameter has by now: a later step may take a branch that the first
+    ones do not.
 
     Raises: UpdateError naming the optimizer.
     """
+    name = type(optimizer).__name__
     if type(optimizer).__module__.startswith("torch.optim."):
         return True
-    groups = len(optimizer.param_groups)
-    everything = [(group, place) for group in range(groups) for place in range(_PER_GROUP)]
-    try:
-        alone: dict[tuple[int, int], torch.Tensor] = {}
-        for one in everything:
-            alone |= _train(optimizer, [one], state, num_steps, seed=1)
-        differ = any(
-            not _are_equal(found, alone[member])
-            for place in range(_PER_GROUP)
-            for scale in _SCALES
-            for member, found in _train(
-                optimizer, everything, state, num_steps, 0, place, scale
-            ).items()
-            if member[1] == place
-        ) or (state is None and _depends_on_places(optimizer))
-    except UpdateError:
-        raise
-    except Exception:
+    for draw in (_square, partial(_like_its_own, optimizer)):
+        try:
+            depends = _depends(_Trial(optimizer, state, draw), num_steps)
+            break
+        except UpdateError:
+            raise
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+    else:
+        if state is None:
+            warnings.warn(
+                f"{name}.step fails on small tensors, with {failure}. So zerofx cannot try out "
+                "that it updates every parameter by itself, and takes it that it does.",
+                stacklevel=2,
+            )
         return False
-    if differ:
+    if depends:
         raise UpdateError(
-            f"{type(optimizer).__name__}.step does not update each parameter by itself: the "
-            "result depends on the other parameters, on their order or number, on another "
-            "parameter group, or on random numbers. zerofx updates parameters one by one. Move "
-            "what they share out of the optimizer, to between backward() and step()."
+            f"{name}.step does not update each parameter by itself: the result depends on the "
+            "other parameters, on their order or number, on another parameter group, or on random "
+            "numbers. zerofx updates parameters one by one. Move what they share out of the "
+            "optimizer, to between backward() and step()."
         )
     return True
 
 
-def _depends_on_places(optimizer: torch.optim.Optimizer) -> bool:
+def _depends(trial: _Trial, num_steps: int) -> bool:
+    """Return whether parameters that are updated together end up otherwise than each alone."""
+    groups = range(len(trial.optimizer.param_groups))
+    everything = [(group, place) for group in groups for place in range(_PER_GROUP)]
+    alone: dict[Place, torch.Tensor] = {}
+    for one in everything:
+        alone |= trial.train([one], num_steps, seed=1)
+    return any(
+        not _are_equal(found, alone[member])
+        for place in range(_PER_GROUP)
+        for scale in _SCALES
+        for member, found in trial.train(everything, num_steps, 0, place, scale).items()
+        if member[1] == place
+    ) or (trial.state is None and _depends_on_places(trial))
+
+
+def _depends_on_places(trial: _Trial) -> bool:
     """Return whether updates differ when each parameter moves one place further in its group."""
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    sizes = [len(group["params"]) for group in trial.optimizer.param_groups]
     if max(sizes) <= _PER_GROUP:
         return False
     one, other = (
-        _train(
-            optimizer,
+        trial.train(
             [(group, (place + by) % n) for group, n in enumerate(sizes) for place in range(n)],
-            None,
             _STEPS_IN_PLACES,
             seed=0,
         )
@@ -90,38 +104,66 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def _train(
-    optimizer: torch.optim.Optimizer,
-    members: _Members,
-    state: Mapping[str, Any] | None,
-    num_steps: int,
-    seed: int,
-    place: int | None = None,
-    scale: float = 1.0,
-) -> dict[tuple[int, int], torch.Tensor]:
-    """Return the values of some (group, place) after these steps of a copy of the optimizer.
+@dataclass(frozen=True)
+class _Trial:
+    """A copy of the optimizer, whose parameters ``draw`` gives, by place, and their gradients.
 
-    Gradients of those at another ``place`` than this are multiplied by ``scale``.
+    They begin with ``state``, or with none.
     """
-    parameters = {}
-    for group, number in members:
-        generator = torch.Generator().manual_seed(10 * group + number)
-        parameters[group, number] = torch.nn.Parameter(torch.randn(_SHAPE, generator=generator))
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        torch.manual_seed(seed)
-        shadow = shadow_of(optimizer, parameters)
-        for parameter in parameters.values() if state else ():
-            shadow.state[parameter] = {name: _like(value) for name, value in (state or {}).items()}
-        for step in range(num_steps):
-            for (group, number), parameter in parameters.items():
-                generator = torch.Generator().manual_seed(1000 + 100 * step + 10 * group + number)
-                parameter.grad = torch.randn(_SHAPE, generator=generator)
-                if place not in (None, number):
-                    parameter.grad *= scale
-            eager = torch.compiler.set_stance("force_eager")  # nothing compiles under a mode
-            with torch.enable_grad(), eager, _Alone(type(optimizer).__name__):
-                type(shadow).step(shadow)
-    return {member: parameter.detach() for member, parameter in parameters.items()}
+
+    optimizer: torch.optim.Optimizer
+    state: Mapping[str, Any] | None
+    draw: Callable[[Place, torch.Generator], torch.Tensor]
+
+    def train(
+        self,
+        members: Sequence[Place],
+        num_steps: int,
+        seed: int,
+        place: int | None = None,
+        scale: float = 1.0,
+    ) -> dict[Place, torch.Tensor]:
+        """Return the values of these parameters after these steps of them alone.
+
+        Gradients of those at another ``place`` than this are multiplied by ``scale``.
+        """
+        parameters = {}
+        for group, number in members:
+            generator = torch.Generator().manual_seed(10 * group + number)
+            parameters[group, number] = torch.nn.Parameter(self.draw((group, number), generator))
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+            torch.manual_seed(seed)
+            shadow = shadow_of(self.optimizer, parameters)
+            for parameter in parameters.values() if self.state else ():
+                shadow.state[parameter] = {
+                    name: _like(value, parameter) for name, value in (self.state or {}).items()
+                }
+            for step in range(num_steps):
+                for (group, number), parameter in parameters.items():
+                    its_seed = 1000 + 100 * step + 10 * group + number
+                    generator = torch.Generator().manual_seed(its_seed)
+                    parameter.grad = self.draw((group, number), generator)
+                    if place not in (None, number):
+                        parameter.grad *= scale
+                eager = torch.compiler.set_stance("force_eager")  # nothing compiles under a mode
+                with torch.enable_grad(), eager, _Alone(type(self.optimizer).__name__):
+                    type(shadow).step(shadow)
+        return {member: parameter.detach() for member, parameter in parameters.items()}
+
+
+def _square(_place: Place, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(_LENGTH, _LENGTH, generator=generator)
+
+
+def _like_its_own(
+    optimizer: torch.optim.Optimizer, place: Place, generator: torch.Generator
+) -> torch.Tensor:
+    """Numbers with the dimensions of a parameter, in its dtype and on its device."""
+    group, number = place
+    own = optimizer.param_groups[group]["params"]
+    like = own[number % len(own)]
+    shape = [min(size, _LENGTH) for size in like.shape]
+    return torch.randn(shape, generator=generator).to(like.device, like.dtype)
 
 
 class _Alone(compat.scalars.DispatchMode):
@@ -141,8 +183,8 @@ class _Alone(compat.scalars.DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _like(value: Any) -> Any:
+def _like(value: Any, parameter: torch.Tensor) -> Any:
     """A small state for a large one; a number is kept."""
     if isinstance(value, torch.Tensor) and value.dim():
-        return torch.full(_SHAPE, 0.5).to(value.dtype)
+        return torch.full_like(parameter, 0.5, dtype=value.dtype)
     return own_copy(value)
