@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from zerofx import compat
 from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.codegen.trace.nested import leaves
 from zerofx.codegen.trace.shadow import Place, own_copy, shadow_of
 
 _LENGTH = 4
@@ -40,7 +41,7 @@ def check_independent(
     Raises: UpdateError naming the optimizer.
     """
     name = type(optimizer).__name__
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if _is_torchs(optimizer):
         return True
     for draw in (_square, partial(_like_its_own, optimizer)):
         try:
@@ -49,7 +50,7 @@ def check_independent(
         except UpdateError:
             raise
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure = f"{type(error).__name__}: {error}".rstrip(".")
     else:
         if state is None:
             warnings.warn(
@@ -68,18 +69,43 @@ def check_independent(
     return True
 
 
+def check_idle(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a step that goes on changing parameters which have no gradients, or their states.
+
+    It is tried on two parameters of each group, of which the second has none.  A step that fails
+    without gradients is left alone.
+
+    Raises: UpdateError naming the optimizer.
+    """
+    if _is_torchs(optimizer):
+        return
+    trial = _Trial(optimizer, None, _square)
+    try:
+        one, other = (trial.train(trial.pairs, steps, seed=0, idle=1) for steps in (1, 3))
+        changes = any(
+            one[member].numbers != other[member].numbers for member in one if member[1] == 1
+        )
+    except Exception:
+        return
+    if changes:
+        raise UpdateError(
+            f"{type(optimizer).__name__}.step changes parameters that have no gradient, or their "
+            "states, and some of its parameters have none in the compiled step: zerofx updates "
+            "those that do. Skip the others in the optimizer (`if p.grad is None: continue`), or "
+            "give it only parameters that the step trains."
+        )
+
+
 def _depends(trial: _Trial, num_steps: int) -> bool:
     """Return whether parameters that are updated together end up otherwise than each alone."""
-    groups = range(len(trial.optimizer.param_groups))
-    everything = [(group, place) for group in groups for place in range(_PER_GROUP)]
-    alone: dict[Place, torch.Tensor] = {}
-    for one in everything:
+    alone: dict[Place, _Trained] = {}
+    for one in trial.pairs:
         alone |= trial.train([one], num_steps, seed=1)
     return any(
         not _are_equal(found, alone[member])
         for place in range(_PER_GROUP)
         for scale in _SCALES
-        for member, found in trial.train(everything, num_steps, 0, place, scale).items()
+        for member, found in trial.train(trial.pairs, num_steps, 0, place, scale).items()
         if member[1] == place
     ) or (trial.state is None and _depends_on_places(trial))
 
@@ -100,8 +126,27 @@ def _depends_on_places(trial: _Trial) -> bool:
     return any(not _are_equal(found, one[member]) for member, found in other.items())
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.nan_to_num(), other.nan_to_num())
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+class _Trained(NamedTuple):
+    """What some steps have made of a parameter."""
+
+    value: torch.Tensor
+    state: Mapping[str, Any]
+
+    @property
+    def numbers(self) -> str:
+        """All numbers in both, as text: NaN is not equal to itself."""
+        found = list(leaves([self.value, dict(self.state)]))
+        tensors = [one.tolist() for one in found if isinstance(one, torch.Tensor)]
+        return repr([*tensors, *(one for one in found if isinstance(one, (int, float)))])
+
+
+def _are_equal(one: _Trained, other: _Trained) -> bool:
+    """Return whether two values are the same bits."""
+    return torch.equal(one.value.nan_to_num(), other.value.nan_to_num())
 
 
 @dataclass(frozen=True)
@@ -115,6 +160,12 @@ class _Trial:
     state: Mapping[str, Any] | None
     draw: Callable[[Place, torch.Generator], torch.Tensor]
 
+    @property
+    def pairs(self) -> list[Place]:
+        """Two places in each group."""
+        groups = range(len(self.optimizer.param_groups))
+        return [(group, place) for group in groups for place in range(_PER_GROUP)]
+
     def train(
         self,
         members: Sequence[Place],
@@ -122,10 +173,12 @@ class _Trial:
         seed: int,
         place: int | None = None,
         scale: float = 1.0,
-    ) -> dict[Place, torch.Tensor]:
-        """Return the values of these parameters after these steps of them alone.
+        idle: int | None = None,
+    ) -> dict[Place, _Trained]:
+        """Train these parameters alone for some steps.
 
-        Gradients of those at another ``place`` than this are multiplied by ``scale``.
+        Gradients of those at another ``place`` than this are multiplied by ``scale``; those at
+        ``idle`` have none.
         """
         parameters = {}
         for group, number in members:
@@ -140,6 +193,8 @@ class _Trial:
                 }
             for step in range(num_steps):
                 for (group, number), parameter in parameters.items():
+                    if number == idle:
+                        continue
                     its_seed = 1000 + 100 * step + 10 * group + number
                     generator = torch.Generator().manual_seed(its_seed)
                     parameter.grad = self.draw((group, number), generator)
@@ -148,7 +203,10 @@ class _Trial:
                 eager = torch.compiler.set_stance("force_eager")  # nothing compiles under a mode
                 with torch.enable_grad(), eager, _Alone(type(self.optimizer).__name__):
                     type(shadow).step(shadow)
-        return {member: parameter.detach() for member, parameter in parameters.items()}
+        return {
+            member: _Trained(parameter.detach(), shadow.state.get(parameter, {}))
+            for member, parameter in parameters.items()
+        }
 
 
 def _square(_place: Place, generator: torch.Generator) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,23 @@ def shadow_of(
 
 def _divided(leaf: Any, by: float) -> Any:
     return leaf / by if type(leaf) is float else leaf
+
+
+def count_step(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Have a step change the numbers of these groups as where no parameter has a gradient.
+
+    torch's own optimizers change none.  A step that fails without gradients leaves them alone.
+    """
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return
+    shadow = copy_of(optimizer, type(optimizer), lambda _name, value: value)
+    shadow.param_groups = [
+        {**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in groups
+    ]
+    with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"):
+        type(shadow).step(shadow)
+        for group, made in zip(groups, shadow.param_groups, strict=True):
+            group.update((k, v) for k, v in made.items() if isinstance(v, (int, float)))
 
 
 def copy_of(

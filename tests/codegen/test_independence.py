@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zerofx.codegen.rewrite.elementwise import UpdateError
-from zerofx.codegen.trace.independence import check_independent
+from zerofx.codegen.trace.independence import check_idle, check_independent
 
 
 def optimizer_of(update):
@@ -176,6 +176,46 @@ def test_it_is_tried_on_tensors_like_its_own_if_it_takes_no_others():
         group["params"] = [nn.Parameter(torch.ones(9, dtype=torch.float64))]
     with pytest.raises(UpdateError, match="wants_vectors.step does not update each parameter"):
         check_independent(optimizer)
+
+
+def decays_all(self):
+    for group in self.param_groups:
+        for p in group["params"]:
+            p.mul_(1 - group["lr"])
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+def counts_all(self):
+    for group in self.param_groups:
+        for p in group["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=group["lr"] / state["step"])
+
+
+def prepares_all(self):
+    for group in self.param_groups:
+        for p in group["params"]:
+            average = self.state[p].setdefault("average", torch.zeros_like(p))
+            if p.grad is not None:
+                p.sub_(average.lerp_(p.grad, 0.1), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("update", [decays_all, counts_all])
+def test_an_update_of_parameters_without_gradients_is_refused(update):
+    optimizer = optimizer_of(update)
+    assert check_independent(optimizer)
+    with pytest.raises(
+        UpdateError, match=f"{update.__name__}.step changes parameters that have no"
+    ):
+        check_idle(optimizer)
+
+
+@pytest.mark.parametrize("update", [sign, prepares_all])
+def test_others_leave_those_without_gradients_alone_or_cannot_step(update):
+    check_idle(optimizer_of(update))
 
 
 def test_nothing_is_left_behind():

@@ -66,6 +66,79 @@ def test_a_hook_that_comes_between_two_calls_is_refused():
     step(model, optimizer, *BATCH)
 
 
+class DecaysAll(torch.optim.Optimizer):
+    """Decays parameters whether or not they have gradients."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                p.mul_(1 - group["lr"])
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["k"])
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_a_step_that_updates_parameters_without_gradients_is_refused_where_there_are_any(stage):
+    model, eager = Mlp(), Mlp()
+    eager.load_state_dict(model.state_dict())
+    unused = nn.Parameter(torch.ones(3))
+    for one in (model, eager):
+        one.unused = unused
+    optimizer = DecaysAll(model.parameters())
+    with pytest.raises(StepError, match="DecaysAll.step changes parameters that have no gradient"):
+        zero(good_step, stage)(model, optimizer, *BATCH)
+    torch._dynamo.reset()
+    del model.unused, eager.unused
+    optimizer, other = DecaysAll(model.parameters()), DecaysAll(eager.parameters())
+    step = zero(good_step, stage)
+    for _ in range(2):
+        assert step(model, optimizer, *BATCH) == good_step(eager, other, *BATCH)
+
+
+class CountsGroups(torch.optim.Optimizer):
+    """Counts steps in its groups, on the device of their parameters."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            assert group["params"][0].device.type == "cpu"
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.direction(p.grad), alpha=group["lr"] / group["k"])
+
+    def direction(self, grad):
+        return grad
+
+
+class CountsGroupsOfWhole(CountsGroups):
+    def direction(self, grad):
+        return grad / (1 + grad.norm())
+
+
+@pytest.mark.parametrize("kind", (CountsGroups, CountsGroupsOfWhole))
+@pytest.mark.parametrize("stage", (0, 3))
+def test_groups_without_gradients_count_their_steps(kind, stage):
+    def trained(run):
+        torch.manual_seed(0)
+        model = Mlp()
+        frozen, *others = model.parameters()
+        frozen.requires_grad_(False)
+        optimizer = kind([{"params": others}, {"params": [frozen]}])
+        losses = [run(model, optimizer, *BATCH).item() for _ in range(3)]
+        return losses, [group["k"] for group in optimizer.param_groups]
+
+    assert trained(zero(good_step, stage)) == trained(good_step)
+
+
 # Optimizers that are not elementwise.
 
 

@@ -53,8 +53,8 @@ class OwnStep:
     """Runs an optimizer's step on some of its parameters, as if they were all that it has.
 
     The stand-ins stay the same objects in all programs, so that a step may know them by their
-    ``id``.  A group of which this rank owns no parameter has an idle one: what counts the group's
-    steps goes on.
+    ``id``.  A group of which this rank owns no parameter has an idle one, without a gradient if
+    none of the group's has one: what counts the group's steps goes on.
     """
 
     def __init__(self, optimizer: TracedOptimizer) -> None:
@@ -92,10 +92,11 @@ class OwnStep:
             for number, (group, its) in enumerate(zip(groups, by_place, strict=True)):
                 members = its["params"]
                 mine = {at: stand_ins[id(p)] for at, p in enumerate(members) if id(p) in stand_ins}
-                elsewhere = [at for at, p in enumerate(members) if id(p) in updated]
-                if elsewhere and not mine:
-                    idle, state = self._idle_in(number, members[elsewhere[0]])
-                    own[idle], mine = state, {elsewhere[0]: idle}
+                if members and not mine:
+                    elsewhere = (at for at, p in enumerate(members) if id(p) in updated)
+                    at = next(elsewhere, None)
+                    idle, state = self._idle_in(number, members[at or 0], at is not None)
+                    own[idle], mine = state, {at or 0: idle}
                 group["params"] = list(mine.values())
                 if "param_names" in its:
                     group["param_names"] = [its["param_names"][at] for at in mine]
@@ -189,13 +190,16 @@ class OwnStep:
             self._optimizer.check_written_gradient(parameter)
         return value
 
-    def _idle_in(self, number: int, like: Tensor) -> tuple[nn.Parameter, dict[str, Any]]:
+    def _idle_in(
+        self, number: int, like: Tensor, has_gradient: bool
+    ) -> tuple[nn.Parameter, dict[str, Any]]:
         """Return what a group has in place of parameters, and its state."""
         idles = self._cast.idles
         if number not in idles:
             numel = _IDLE_SHAPE[0] * _IDLE_SHAPE[1]
-            values = torch.linspace(-1, 1, numel, dtype=like.dtype, device=like.device)
-            idles[number] = nn.Parameter(values.view(_IDLE_SHAPE)), {}
+            values = torch.linspace(-1, 1, numel, device=like.device).to(like.dtype)
+            trains = like.is_floating_point()
+            idles[number] = nn.Parameter(values.view(_IDLE_SHAPE), requires_grad=trains), {}
         parameter, state = idles[number]
-        parameter.grad = parameter.detach().clone()
+        parameter.grad = parameter.detach().clone() if has_gradient else None
         return parameter, state

@@ -37,6 +37,7 @@ class GroupOfStep:
         self.values, self.on_host = values, on_host
         self.arguments: Arguments | None = None
         self.key = -1
+        self.is_updated = False
         self.changed: dict[str, Any] = {}
 
     def keep_changes(self) -> None:

@@ -23,6 +23,7 @@ from zerofx.codegen.trace.arguments import (
     read_arguments,
 )
 from zerofx.codegen.trace.independence import check_independent
+from zerofx.codegen.trace.shadow import count_step
 from zerofx.codegen.trace.step import ChangingIntegers
 from zerofx.codegen.trace.trace import Update, trace_update
 from zerofx.ir.parameters import ParameterInfo
@@ -118,12 +119,19 @@ class TracedOptimizer:
     def end(self) -> list[GroupOfStep]:
         """Finish the step: write changed group entries back, and let LR schedulers know.
 
+        Groups none of whose parameters has been updated count the step as others do.
+
         Returns the groups of updates on the host, which may finish and change entries later.
         """
         groups, self._groups = dict.fromkeys((self._groups or {}).values()), None
         for group in groups:
             group.keep_changes()
-        self.live_optimizer()._opt_called = True
+        optimizer = self.live_optimizer()
+        updated = {id(group.values) for group in groups if group.is_updated}
+        idle = [values for values in optimizer.param_groups if id(values) not in updated]
+        if idle and not self.settings.own_step:
+            count_step(optimizer, idle)
+        optimizer._opt_called = True
         return [group for group in groups if group.on_host]
 
     def _group_of(self, index: int) -> GroupOfStep | None:
@@ -152,6 +160,7 @@ class TracedOptimizer:
                 f"{self.name} no longer has parameter '{first.name}' in any parameter group, but "
                 "the compiled step updates it. Add it with add_param_group."
             )
+        group.is_updated = True
         entries = self.live_optimizer().state
         states = [entries.get(user) or {} for user in users]
         counts_on_cpu = bool(first.shape) and self._counts_on_cpu(first.device)

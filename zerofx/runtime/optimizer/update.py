@@ -14,7 +14,7 @@ from zerofx.codegen.kernels import Kernel, runs_triton
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.gradient_work import GradientWork, squares_of
 from zerofx.codegen.trace.arguments import Arguments, read_arguments
-from zerofx.codegen.trace.independence import check_independent
+from zerofx.codegen.trace.independence import check_idle, check_independent
 from zerofx.codegen.trace.trace import Update
 from zerofx.codegen.triton.launch import Launches
 from zerofx.ir.parameters import ParameterInfo
@@ -131,8 +131,12 @@ class OptimizerRunner(TracedOptimizer):
         """
         optimizer = self.live_optimizer()
         check_independent(optimizer)
+        updated = [self.parameters[index] for index in parameters]
+        users = {id(parameter.user()) for parameter in updated}
+        if any(id(p) not in users for group in optimizer.param_groups for p in group["params"]):
+            check_idle(optimizer)
         new = []
-        for parameter in map(self.parameters.__getitem__, parameters):
+        for parameter in updated:
             self.storage.check(parameter.info)
             if parameter.index in self.settings.owned:
                 self.owned.check_precision(parameter.info)
