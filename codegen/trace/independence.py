@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,10 +33,11 @@ def check_independent(
     The optimizer's own step runs so many times on small tensors, each alone in its group, and then
     all in their groups with another random seed, beside gradients of several scales: the results
     must be the same bits.  So they must if each moves one place further in its whole group.
-    Tensors are square, or if the step fails on those, like its own.  torch's own optimizers are
-    known.  Returns False, with a warning, if the step fails on either: it is left for tracing to
-    judge.  ``state`` is what a parameter has by now: a later step may take a branch that the first
-    ones do not.
+    Tensors are square, or if the step fails on those, like its own.  Parameters of classes of the
+    user's must be updated as others.  torch's own optimizers are known.  Returns False, with a
+    warning, if the step fails on either kind of tensors: it is left for tracing to judge.
+    ``state`` is what a parameter has by now: a later step may take a branch that the first ones do
+    not.
 
     Raises: UpdateError naming the optimizer.
     """
@@ -45,7 +46,8 @@ def check_independent(
         return True
     for draw in (_square, partial(_like_its_own, optimizer)):
         try:
-            depends = _depends(_Trial(optimizer, state, draw), num_steps)
+            trial = _Trial(optimizer, state, draw)
+            depends = _depends(trial, num_steps)
             break
         except UpdateError:
             raise
@@ -66,6 +68,8 @@ def check_independent(
             "numbers. zerofx updates parameters one by one. Move what they share out of the "
             "optimizer, to between backward() and step()."
         )
+    if state is None:
+        _refuse_classes(trial)
     return True
 
 
@@ -126,6 +130,27 @@ def _depends_on_places(trial: _Trial) -> bool:
     return any(not _are_equal(found, one[member]) for member, found in other.items())
 
 
+def _refuse_classes(trial: _Trial) -> None:
+    """Refuse a step that looks at a parameter's class: what it updates instead has none."""
+    kinds = {type(p) for group in trial.optimizer.param_groups for p in group["params"]}
+    for kind in kinds - {torch.nn.Parameter}:
+        if kind.__torch_function__ is not torch.nn.Parameter.__torch_function__:
+            continue  # it is guarded by now, or no ordinary tensor
+        try:
+            usual, found = (
+                replace(trial, kind=one).train(trial.pairs, _STEPS, seed=0)
+                for one in (torch.nn.Parameter, kind)
+            )
+        except Exception:  # its class needs more than a tensor
+            continue
+        if not all(_are_equal(usual[member], found[member]) for member in found):
+            raise UpdateError(
+                f"{type(trial.optimizer).__name__}.step updates parameters of class "
+                f"{kind.__name__} otherwise than others, but zerofx gives it plain tensors in "
+                "their place. Have them in a parameter group of their own, with other numbers."
+            )
+
+
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
@@ -153,12 +178,13 @@ def _are_equal(one: _Trained, other: _Trained) -> bool:
 class _Trial:
     """A copy of the optimizer, whose parameters ``draw`` gives, by place, and their gradients.
 
-    They begin with ``state``, or with none.
+    They begin with ``state``, or with none, and are of class ``kind``.
     """
 
     optimizer: torch.optim.Optimizer
     state: Mapping[str, Any] | None
     draw: Callable[[Place, torch.Generator], torch.Tensor]
+    kind: type = torch.nn.Parameter
 
     @property
     def pairs(self) -> list[Place]:
@@ -183,7 +209,9 @@ class _Trial:
         parameters = {}
         for group, number in members:
             generator = torch.Generator().manual_seed(10 * group + number)
-            parameters[group, number] = torch.nn.Parameter(self.draw((group, number), generator))
+            parameter = torch.nn.Parameter(self.draw((group, number), generator))
+            parameter.__class__ = self.kind
+            parameters[group, number] = parameter
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
             torch.manual_seed(seed)
             shadow = shadow_of(self.optimizer, parameters)

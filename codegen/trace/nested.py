@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +76,32 @@ def contents(value: Any) -> Hashable:
     except Exception:
         return type(value), id(value)
     return file.getvalue()
+
+
+class _Search(_Contents):
+    """Looks for objects with these ids, and for the numbers, in what a value holds or refers to."""
+
+    def __init__(self, ids: Collection[int]) -> None:
+        super().__init__(io.BytesIO())
+        self._ids, self.has_found = ids, False
+
+    def persistent_id(self, value: Any) -> Any:
+        is_id = type(value) is int and value in self._ids
+        self.has_found |= is_id or id(value) in self._ids
+        return super().persistent_id(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, weakref.ref):
+            return id, (value(),)
+        return super().reducer_override(value)
+
+
+def reaches(value: Any, ids: Collection[int]) -> bool:
+    """Return whether an object with one of these ids, or such an id, is in what a value holds."""
+    search = _Search(ids)
+    with contextlib.suppress(Exception):  # what cannot be looked into
+        search.dump(value)
+    return search.has_found
 
 
 _AS_THEY_ARE = (

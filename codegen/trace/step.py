@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zerofx import compat
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.trace.arguments import Arguments, not_carried, own_attributes
-from zerofx.codegen.trace.nested import contents, copied, is_same, leaves, store
+from zerofx.codegen.trace.nested import contents, copied, is_same, leaves, reaches, store
 from zerofx.codegen.trace.shadow import copy_of
 from zerofx.codegen.trace.symbolic import (
     Follower,
@@ -265,6 +265,8 @@ def holds_parameters(optimizer: torch.optim.Optimizer) -> bool:
 def _without_parameters(value: Any, parameters: Collection[int], stand_in: Any) -> Any:
     """An attribute's value with a stand-in wherever there are parameters, or their ``id``.
 
+    That is for all of an object, or of what is no plain container, that has any inside.
+
     While tracing, these are others than those in the groups, and have no gradients: a step that
     went through them would do nothing.
     """
@@ -276,7 +278,7 @@ def _without_parameters(value: Any, parameters: Collection[int], stand_in: Any) 
         )
 
     if type(value) not in (list, tuple, set, dict):
-        return stand_in if is_theirs(value) else value
+        return stand_in if is_theirs(value) or reaches(value, parameters) else value
     if any(map(is_theirs, (*value, *value.values()) if type(value) is dict else value)):
         return stand_in
     if type(value) is dict:

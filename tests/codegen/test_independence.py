@@ -178,6 +178,30 @@ def test_it_is_tried_on_tensors_like_its_own_if_it_takes_no_others():
         check_independent(optimizer)
 
 
+class Bias(nn.Parameter):
+    """A parameter that is not decayed."""
+
+
+def by_class(self):
+    for group in self.param_groups:
+        for p in group["params"]:
+            p.sub_(p.grad + (0 if isinstance(p, Bias) else 0.1) * p, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(("update", "is_refused"), [(by_class, True), (sign, False)])
+def test_an_update_that_looks_at_a_parameters_class_is_refused_where_there_are_several(
+    update, is_refused
+):
+    optimizer = optimizer_of(update)
+    assert check_independent(optimizer)
+    optimizer.param_groups[0]["params"] = [Bias(torch.ones(3))]
+    if not is_refused:
+        assert check_independent(optimizer)
+        return
+    with pytest.raises(UpdateError, match="by_class.step updates .* class Bias otherwise"):
+        check_independent(optimizer)
+
+
 def decays_all(self):
     for group in self.param_groups:
         for p in group["params"]:

@@ -5,7 +5,9 @@ import importlib.util
 import math
 import pathlib
 import re
+import types
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -652,6 +654,11 @@ def own_ids(self):
         p.sub_(p.grad, alpha=0.1 if id(p) in self.own else 1.0)
 
 
+def own_attribute(self):
+    for p in self.param_groups[0]["params"]:
+        p.sub_(p.grad, alpha=0.1 if id(p) in self.own.those else 1.0)
+
+
 def own_optimizer(self):
     self.own.step()
 
@@ -669,6 +676,10 @@ def own_module(self):
         (own_list, lambda p: {p}),
         (own_dictionary, lambda p: {p: 0.1}),
         (own_ids, lambda p: {id(p)}),
+        (own_ids, lambda p: frozenset([id(p)])),
+        (own_attribute, lambda p: types.SimpleNamespace(those={id(p)})),
+        (own_dictionary, lambda p: collections.OrderedDict({p: 0.1})),
+        (own_dictionary, lambda p: weakref.WeakKeyDictionary({p: 0.1})),
         (own_optimizer, lambda p: torch.optim.SGD([p])),
         (own_module, lambda p: nn.ParameterList([p])),
     ],
