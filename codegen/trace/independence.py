@@ -14,6 +14,7 @@ from zerofx import compat
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.trace.nested import leaves
 from zerofx.codegen.trace.shadow import Place, own_copy, shadow_of
+from zerofx.codegen.trace.step import Elsewhere
 
 _LENGTH = 4
 _PER_GROUP = 2
@@ -98,6 +99,29 @@ def check_idle(optimizer: torch.optim.Optimizer) -> None:
             "those that do. Skip the others in the optimizer (`if p.grad is None: continue`), or "
             "give it only parameters that the step trains."
         )
+
+
+def check_ignores_loss(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a step that does more with the loss of its closure than return it.
+
+    Raises: UpdateError naming the optimizer.
+    """
+    if _is_torchs(optimizer):
+        return
+    trial = _Trial(optimizer, None, _square)
+    try:
+        trial.train(trial.pairs, 1, seed=0, closure=lambda: torch.zeros(()))
+    except Exception:
+        return
+    try:
+        trial.train(trial.pairs, 1, seed=0, closure=lambda: Elsewhere("the loss"))
+    except Exception as error:
+        raise UpdateError(
+            f"{type(optimizer).__name__}.step computes with the loss that its closure returns, and "
+            "a compiled step calls the closure before the update, which it gives no loss. Call "
+            "the closure yourself and step() without it, or use an optimizer that only returns "
+            "the loss."
+        ) from error
 
 
 def _depends(trial: _Trial, num_steps: int) -> bool:
@@ -200,11 +224,12 @@ class _Trial:
         place: int | None = None,
         scale: float = 1.0,
         idle: int | None = None,
+        closure: Callable[[], Any] | None = None,
     ) -> dict[Place, _Trained]:
         """Train these parameters alone for some steps.
 
         Gradients of those at another ``place`` than this are multiplied by ``scale``; those at
-        ``idle`` have none.
+        ``idle`` have none.  The step is given a ``closure``, if there is one.
         """
         parameters = {}
         for group, number in members:
@@ -230,7 +255,7 @@ class _Trial:
                         parameter.grad *= scale
                 eager = torch.compiler.set_stance("force_eager")  # nothing compiles under a mode
                 with torch.enable_grad(), eager, _Alone(type(self.optimizer).__name__):
-                    type(shadow).step(shadow)
+                    type(shadow).step(shadow, *([closure] if closure else ()))
         return {
             member: _Trained(parameter.detach(), shadow.state.get(parameter, {}))
             for member, parameter in parameters.items()

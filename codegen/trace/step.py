@@ -60,7 +60,7 @@ class TracedStep:
         group = self.group.rebuild(tensors, scalars, self.follower.know)
         state = self.state.rebuild(tensors, scalars, self.follower.know)
         if "param_names" in self.optimizer.param_groups[0]:
-            group["param_names"] = _Elsewhere(
+            group["param_names"] = Elsewhere(
                 f"{type(self.optimizer).__name__}.step reads the names of its parameters, but an "
                 "update is traced for one parameter, and holds for others. Have those that are "
                 "updated otherwise in a parameter group of their own."
@@ -141,7 +141,7 @@ class TracedStep:
                 return copied_function(value)
             if name not in own:
                 return value
-            stand_in = _Elsewhere(
+            stand_in = Elsewhere(
                 f"{type(self.optimizer).__name__}.step looks into its attribute `{name}`, where "
                 "parameters, a module or another optimizer are, but an update is traced for one "
                 "parameter at a time, which is in `self.param_groups` and nowhere else. Go through "
@@ -240,7 +240,7 @@ class TracedStep:
         )
 
 
-class _Elsewhere:
+class Elsewhere:
     """Stands for what a step must not look into; says so in these words if it does."""
 
     def __init__(self, words: str) -> None:
@@ -255,7 +255,7 @@ class _Elsewhere:
 def holds_parameters(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a step may go through parameters, a module or an optimizer by an attribute."""
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    stand_in = _Elsewhere("")
+    stand_in = Elsewhere("")
     return any(
         any(leaf is stand_in for leaf in leaves(_without_parameters(value, theirs, stand_in)))
         for value in own_attributes(optimizer).values()

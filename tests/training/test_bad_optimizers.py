@@ -272,6 +272,65 @@ def test_an_update_that_needs_a_closure_is_refused_with_the_reason():
     assert_untouched(model, optimizer, before)
 
 
+class TakesClosures(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def rate(self, loss):
+        return 0.1
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad * self.rate(loss))
+        return loss
+
+
+class ClampsLoss(TakesClosures):
+    def rate(self, loss):
+        return 0.1 if loss is None else loss.clamp(max=0.1)
+
+
+class ComparesLoss(TakesClosures):
+    def rate(self, loss):
+        return 0.1 if loss is None or loss < 1 else 0.01
+
+
+def closed_step(model, optimizer, x, y):
+    def loss_of():
+        optimizer.zero_grad()
+        loss = squared_loss(model, x, y)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(loss_of)
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("kind", (ClampsLoss, ComparesLoss))
+def test_an_optimizer_that_computes_with_its_closures_loss_is_refused(kind):
+    model = Mlp()
+    optimizer, before = kind(model.parameters()), values(model)
+    with pytest.raises(UpdateError, match=f"{kind.__name__}.step computes with the loss"):
+        zero(closed_step)(model, optimizer, *BATCH)
+    assert_untouched(model, optimizer, before)
+    zero(good_step)(model, optimizer, *BATCH)
+
+
+def test_an_optimizer_that_returns_its_closures_loss_trains():
+    model, eager = Mlp(), Mlp()
+    eager.load_state_dict(model.state_dict())
+    optimizer, other = (TakesClosures(one.parameters()) for one in (model, eager))
+    step = zero(closed_step)
+    for _ in range(2):
+        assert step(model, optimizer, *BATCH) == closed_step(eager, other, *BATCH)
+
+
 def test_hooks_on_every_optimizers_step_are_refused():
     handle = register_optimizer_step_post_hook(lambda *_: None)
     model = Mlp()

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from zerofx import compat
+from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.codegen.trace.independence import check_ignores_loss
 from zerofx.ir import ops
 from zerofx.wrappers import refuse_for_scaler
 
@@ -74,10 +77,22 @@ def _update(optimizer, found_inf=None):
             parameter.copy_(value)
 
 
+@torch.compiler.assume_constant_result
+def _refuse_use_of_loss_at(address: int) -> bool:
+    """Refuse the optimizer there, past Dynamo, if its step computes with its closure's loss."""
+    try:
+        with compat.tensors.real_tensors():
+            check_ignores_loss(_object_at(address))
+    except UpdateError as error:
+        raise compat.dynamo.pass_through_dynamo(error) from error.__cause__
+    return True
+
+
 def step(self, closure=None):
     """``Optimizer.step``."""
     loss = None
     if closure is not None:
+        _refuse_use_of_loss_at(id(self))
         with torch.enable_grad():
             loss = closure()
     _update(self)
