@@ -138,12 +138,14 @@ class NumberGraph:
         if node.op != "call_function":
             return sympy.Symbol(self._input_names.get(node, node.name))
         operands = [self._operand(operand) for operand in node.args]
+        named = {name: self._operand(value) for name, value in node.kwargs.items()}
         rule = _FORMULAS.get(_bare_name(node.target))
-        if rule is not None and not (node.kwargs.get("alpha") or node.kwargs.get("value")):
+        if rule is not None and named.keys() <= _OF_MEMORY:
             with contextlib.suppress(TypeError):  # of an overload with other operands
                 return rule(*operands)
         return sympy.Function(_bare_name(node.target) or "f")(
-            *(item for item in operands if isinstance(item, sympy.Basic))
+            *map(_in_formula, operands),
+            *(sympy.Function(name)(_in_formula(value)) for name, value in named.items()),
         )
 
     def _operand(self, value: Any) -> Any:
@@ -173,6 +175,14 @@ _FORMULAS = {
         lambda a: a,
     ),
 }
+
+
+_OF_MEMORY = {"dtype", "layout", "device", "pin_memory", "memory_format"}
+
+
+def _in_formula(operand: Any) -> Any:
+    """Return what stands for an operand of any type in a formula."""
+    return operand if isinstance(operand, sympy.Basic) else sympy.Symbol(str(operand))
 
 
 class _Printer(StrPrinter):

@@ -229,6 +229,14 @@ def uses_a_number_that_it_changes_then(group, p, state):
     scale.mul_(0.5)
 
 
+def uses_numbers_that_differ_by_what_is_named(group, p, state):
+    c = state.setdefault("c", torch.tensor(0.5))
+    p.sub_(p.grad * c.clamp(min=0.9)).sub_(p.grad.sign() * c.clamp(max=0.1))
+    p.sub_(p.grad * torch.add(c, c, alpha=2)).add_(p.grad * torch.add(c, c, alpha=3))
+    p.sub_(p.grad * torch.addcmul(c, c, c, value=0.3)).sub_(p.grad * torch.addcmul(c, c, c))
+    p.sub_(p.grad * torch.div(c, 0.3, rounding_mode="floor")).sub_(p.grad * torch.div(c, 0.3))
+
+
 def keeps_a_number_outside(group, p, state):
     p.sub_(p.grad * _OUTSIDE)
 
@@ -238,7 +246,12 @@ _OUTSIDE = torch.tensor(0.125)
 
 @pytest.mark.parametrize(
     "update",
-    [uses_what_no_rule_is_for, uses_a_number_that_it_changes_then, keeps_a_number_outside],
+    [
+        uses_what_no_rule_is_for,
+        uses_a_number_that_it_changes_then,
+        uses_numbers_that_differ_by_what_is_named,
+        keeps_a_number_outside,
+    ],
 )
 def test_an_update_that_triton_is_not_written_for_has_a_kernel_too(update, uncompiled, kernels):
     run = Trained(optimizer_of(update), 1025)
