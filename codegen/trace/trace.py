@@ -80,8 +80,10 @@ class Update:
     def computation(self) -> tuple:
         """All that it does to elements and numbers: equal updates can run as one."""
         constants = tuple(id(buffer) for _, buffer in self.graph_module.named_buffers())
+        inputs = self.graph_module.graph.find_nodes(op="placeholder")
+        dtypes = tuple(getattr(node.meta.get("val"), "dtype", None) for node in inputs)
         templates = (repr(self.state), repr(self.group), self.clones_gradient)
-        return (self.graph_module.code, self.shards, constants, *templates)
+        return (self.graph_module.code, self.shards, dtypes, constants, *templates)
 
 
 def trace_update(

@@ -58,6 +58,26 @@ def test_a_kernel_is_made_once_for_each_dtype_of_the_gradient(on_gpu):
     assert known.find(update, DATA, DATA.bfloat16()) is not first
 
 
+class FromState(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad).sub_(self.state[p]["target"])
+
+
+def test_a_kernel_is_made_once_for_each_dtype_of_a_state(on_gpu):
+    known, found = Kernels(), []
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        optimizer = FromState([nn.Parameter(DATA.clone())])
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["target"] = DATA.to(dtype)
+        update, *_ = Shards(optimizer, lambda update: None).trace()
+        found.append(known.find(update, DATA, DATA))
+    assert found[0] is found[2] is not found[1]
+
+
 def test_what_triton_is_not_written_for_goes_to_inductor_and_says_why(on_gpu, caplog):
     with caplog.at_level(logging.WARNING, "zerofx"):
         choice = Kernels().find(update_of(Tanh), DATA, DATA)
