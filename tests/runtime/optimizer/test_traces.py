@@ -133,6 +133,21 @@ def test_what_a_trace_depends_on_makes_it_another(name):
     assert runner.trace_count == 2
 
 
+def test_what_changes_at_every_step_is_told_of_and_its_traces_go():
+    def num_updates():
+        gc.collect()
+        return sum(isinstance(one, Update) for one in gc.get_objects())
+
+    optimizer, runner = runner_of(VARIANTS["sgd"], nn.Parameter(torch.ones(4, 3)))
+    before = num_updates()
+    with pytest.warns(UserWarning, match="SGD.step has been traced 9 times .* attribute") as told:
+        for number in range(60):
+            optimizer.last_loss = float(number)
+            runner.prepare([0])
+    assert runner.trace_count == 60 and len(told) == 1
+    assert num_updates() - before <= 40
+
+
 class Sharing(torch.optim.SGD):
     """Its instances share an object."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,8 +43,10 @@ from zerofx.runtime.optimizer.setup import UpdateSettings
 Member = tuple[Tensor, Tensor, int]
 """A parameter's shard, its gradient's, both flat ``[n]``, and the parameter's number."""
 
-# A key that needs more traces than this has a line that makes constants of its inputs.
-_MANY_SPECIALISATIONS = 8
+# A parameter that needs more traces than this has something that is another at every step.
+_MANY_TRACES = 8
+_MOST_KEPT = 4 * _MANY_TRACES
+"""Traces kept for each parameter: then all are dropped."""
 
 
 class TracedOptimizer:
@@ -76,6 +80,8 @@ class TracedOptimizer:
         self._checked: set[Hashable] = set()
         self._stay_whole: set[Hashable] = set()  # of which, seen flat, there is no trace
         self._shared_keys: dict[Hashable, int] = {}
+        self._next_key = itertools.count()
+        self._num_traces: Counter[int] = Counter()  # of each parameter
         self._changing_integers: set[str] = set()
         self._attributes: tuple = ()
 
@@ -260,17 +266,28 @@ class TracedOptimizer:
                 self._stay_whole.add(keys[-1])
             raise
         self.check_gradient(update, parameter)
-        known = self._known.setdefault(keys[0 if update.of_any_sizes else -1], [])
-        known.append(update)
-        if len(known) == _MANY_SPECIALISATIONS + 1:
-            lines = sorted(set(update.conversions)) or ["its branches on hyperparameters"]
+        if sum(map(len, self._known.values())) >= _MOST_KEPT * len(self.parameters):
+            self._forget_traces()
+        self._known.setdefault(keys[0 if update.of_any_sizes else -1], []).append(update)
+        self._num_traces[parameter.index] += 1
+        if self._num_traces[parameter.index] == _MANY_TRACES + 1:
+            others = ["branches on hyperparameters, or attributes and integers that change"]
+            lines = sorted(set(update.conversions)) or others
             warnings.warn(
-                f"{self.name}.step has been traced {len(known)} times for parameter "
-                f"'{info.name}', because of {', '.join(lines)}: every new value of a "
-                "hyperparameter costs a trace. Keep numbers out of int() and numpy.",
+                f"{self.name}.step has been traced {_MANY_TRACES + 1} times for parameter "
+                f"'{info.name}', because of {', '.join(lines)}: every new value costs a trace. "
+                "Keep what changes as floats of the parameter group, out of int() and numpy.",
                 stacklevel=2,
             )
         return Traced(update, arguments, state)
+
+    def _forget_traces(self) -> None:
+        """Drop all traces, with their kernels: what they were made for may never come again."""
+        self._known.clear()
+        self._checked.clear()
+        self._stay_whole.clear()
+        self._shared_keys.clear()
+        self.kernels, self.host_kernels = (Kernels(self.settings.keep_source) for _ in range(2))
 
     def _read(self, group: GroupOfStep) -> Arguments:
         """Return the arguments that a group gives to its parameters' updates in this step."""
@@ -288,7 +305,9 @@ class TracedOptimizer:
             )
             # A number for the part of the key that all parameters of the group share.
             shared = (self._attributes, group.arguments.key)
-            group.key = self._shared_keys.setdefault(shared, len(self._shared_keys))
+            if shared not in self._shared_keys:
+                self._shared_keys[shared] = next(self._next_key)
+            group.key = self._shared_keys[shared]
         return group.arguments
 
     def check_gradient(self, update: Update, parameter: UpdatedParameter) -> None:
