@@ -124,6 +124,18 @@ def check_ignores_loss(optimizer: torch.optim.Optimizer) -> None:
         ) from error
 
 
+def clears_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step leaves no gradients, which it does of small tensors then."""
+    if _is_torchs(optimizer):
+        return False
+    trial = _Trial(optimizer, None, _square)
+    try:
+        found = trial.train(trial.pairs, 1, seed=0)
+    except Exception:
+        return False
+    return not any(one.has_gradient for one in found.values())
+
+
 def _depends(trial: _Trial, num_steps: int) -> bool:
     """Return whether parameters that are updated together end up otherwise than each alone."""
     alone: dict[Place, _Trained] = {}
@@ -184,6 +196,7 @@ class _Trained(NamedTuple):
 
     value: torch.Tensor
     state: Mapping[str, Any]
+    has_gradient: bool
 
     @property
     def numbers(self) -> str:
@@ -257,8 +270,8 @@ class _Trial:
                 with torch.enable_grad(), eager, _Alone(type(self.optimizer).__name__):
                     type(shadow).step(shadow, *([closure] if closure else ()))
         return {
-            member: _Trained(parameter.detach(), shadow.state.get(parameter, {}))
-            for member, parameter in parameters.items()
+            member: _Trained(p.detach(), shadow.state.get(p, {}), p.grad is not None)
+            for member, p in parameters.items()
         }
 
 

@@ -445,13 +445,20 @@ class Clearing(Writing):
         p.grad = None
 
 
+class ClearingBiases(Writing):
+    def write(self, p, lr):
+        p.sub_(p.grad, alpha=lr)
+        if p.dim() == 1:
+            p.grad = None
+
+
 class Replacing(Writing):
     def write(self, p, lr):
         p.grad = p.grad.sign()
         p.sub_(p.grad, alpha=lr)
 
 
-@pytest.mark.parametrize("kind", (Signed, Clearing, Replacing))
+@pytest.mark.parametrize("kind", (Signed, ClearingBiases, Replacing))
 def test_an_optimizer_that_writes_gradients_is_refused_where_somebody_reads_them(kind):
     def step(model, optimizer, x, y):
         loss = squared_loss(model, x, y)
@@ -467,3 +474,20 @@ def test_an_optimizer_that_writes_gradients_is_refused_where_somebody_reads_them
     good_step(eager, kind(eager.parameters()), *BATCH)
     trained = model.state_dict()
     assert all(torch.equal(trained[name], value) for name, value in eager.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_an_optimizer_that_clears_gradients_does_so(stage):
+    def step(model, optimizer, x, y):
+        loss = squared_loss(model, x, y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    model, eager = Mlp(), Mlp()
+    eager.load_state_dict(model.state_dict())
+    optimizer, other = Clearing(model.parameters()), Clearing(eager.parameters())
+    run = zero(step, stage)
+    for _ in range(3):
+        assert run(model, optimizer, *BATCH) == step(eager, other, *BATCH)
+        assert all(p.grad is None for p in model.parameters())

@@ -17,7 +17,7 @@ import torch
 
 from zerofx import compat
 from zerofx.codegen.rewrite.elementwise import UpdateError
-from zerofx.codegen.trace.independence import check_ignores_loss
+from zerofx.codegen.trace.independence import check_ignores_loss, clears_gradients
 from zerofx.ir import ops
 from zerofx.wrappers import refuse_for_scaler
 
@@ -68,6 +68,13 @@ def _parameters_with_gradients(optimizer):
     return parameters
 
 
+@torch.compiler.assume_constant_result
+def _clears_gradients_at(address: int) -> bool:
+    """Return whether a step of the optimizer there clears its gradients itself."""
+    with compat.tensors.real_tensors():
+        return clears_gradients(_object_at(address))
+
+
 def _update(optimizer, found_inf=None):
     parameters = _parameters_with_gradients(optimizer)
     gradients = [parameter.grad for parameter in parameters]
@@ -75,6 +82,9 @@ def _update(optimizer, found_inf=None):
         updated = ops.optimizer_step(parameters, gradients, handle_of(optimizer), found_inf)
         for parameter, value in zip(parameters, updated, strict=True):
             parameter.copy_(value)
+    if found_inf is None and _clears_gradients_at(id(optimizer)):
+        for parameter in parameters:
+            parameter.grad = None
 
 
 @torch.compiler.assume_constant_result
