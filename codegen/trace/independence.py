@@ -35,8 +35,8 @@ def check_independent(
     all in their groups with another random seed, beside gradients of several scales: the results
     must be the same bits.  So they must if each moves one place further in its whole group.
     Tensors are square, or if the step fails on those, like its own.  Parameters of classes of the
-    user's must be updated as others.  torch's own optimizers are known.  Returns False, with a
-    warning, if the step fails on either kind of tensors: it is left for tracing to judge.
+    user's must be updated as others.  torch's own optimizers are known.  Returns False,
+    with a warning at first, if the step fails on both: it is left for tracing to judge.
     ``state`` is what a parameter has by now: a later step may take a branch that the first ones do
     not.
 

@@ -130,8 +130,10 @@ def test_shards_of_another_save_than_the_rest_are_refused(tmp_path):
 
 
 def test_a_rest_of_several_files_has_a_token_when_all_are_written(tmp_path):
+    zerofx.save(tmp_path / "zero", of(0.0)).wait()  # of an older version, which has no token
     for _ in range(2):
         saved = checkpoints.save_beside(tmp_path, [of(1.0)], [])
+        saved.begin_rest(tmp_path)
         with pytest.raises(zerofx.CheckpointError, match="was not saved to the end"):
             checkpoints.shards_in(tmp_path, checkpoints.token_in(tmp_path), of(0))
         saved.write_token(tmp_path)

@@ -209,6 +209,12 @@ def by_class(out, b):
     return (losses / hot.sum((0, 1)).clamp(min=1)).mean()
 
 
+def experts_in_order(out, b):
+    """With a metric beside the loss: how many tokens each has, in order."""
+    load = F.one_hot(b["targets"], CLASSES).sum((0, 1))
+    return masked(out, b) + 0 * load[load.argsort()].float().detach()[0]
+
+
 def one_hot(out, b):
     return torch.zeros(out.shape).scatter(2, b["targets"][..., None], 1.0)
 
@@ -252,6 +258,13 @@ RIGHT: dict[str, Callable] = {
     "mse": lambda out, b: F.mse_loss(out, b["values"]),
     "weighted_mse": lambda out, b: F.mse_loss(
         out, b["values"], weight=b["mask"][..., None].expand_as(out)
+    ),
+    "branched": lambda out, b: torch.cond(
+        b["mask"].sum() > 0, lambda out: out.square(), lambda out: out.abs(), (out,)
+    ).mean(),
+    "of_experts_in_order": experts_in_order,
+    "weights_of_other_places": lambda out, b: (
+        (out[:, :3].square() * torch.ones(3, 1)).sum(2).mean() * torch.tensor(3.0)
     ),
     "scattered_one_hot": lambda out, b: (
         -(one_hot(out, b) * out.log_softmax(-1)).sum(-1).mean(1).mean()
@@ -497,6 +510,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "mask_of_nothing": (mask_of_nothing, "what is made as long as the batch, and not of it"),
     "divided_by_a_tensor_of_the_length": (
         lambda out, b: by_token(out, b).sum() / torch.full((), float(out.shape[0])),
+        "by a number that is made of the batch's length",
+    ),
+    "multiplied_with_a_constant_of_the_length": (
+        lambda out, b: by_token(out, b).sum() * torch.tensor(1 / out.shape[0]),
         "by a number that is made of the batch's length",
     ),
     "divided_by_a_constant_of_the_length": (

@@ -123,7 +123,8 @@ def _written(node: fx.Node) -> list[fx.Node]:
     """The operands that a call of Dynamo's graph writes to in place."""
     written: list[fx.Node] = []
     name = getattr(node.target, "__name__", str(node.target))
-    in_place = name.endswith("_") and not name.endswith("__")
+    is_operator = getattr(node.target, "__module__", "") == operator.add.__module__  # and_, or_
+    in_place = name.endswith("_") and not name.endswith("__") and not is_operator
     if in_place or node.target in _ASSIGNMENTS:
         fx.node.map_arg(node.args[:1], written.append)
     return written

@@ -70,15 +70,14 @@ def _checkpointed(gm: fx.GraphModule, nodes: Collection[fx.Node]) -> list[fx.Gra
 
 def _multiply_with_gradient(graph: fx.Graph, call: fx.Node) -> None:
     """``loss.backward(gradient)`` -> ``(loss * gradient).backward()``: it scales the loss."""
-    given = argument(call, 2, "grad_outputs")
+    loss, given = _loss_of(call), argument(call, 2, "grad_outputs")
     (gradient,) = given if isinstance(given, (tuple, list)) else (given,)
     if gradient is None:
         return
-    loss = _loss_of(call)
     with graph.inserting_before(call):
         scale = graph.call_method("detach", (gradient,))
         product = _like(loss, graph.call_function(operator.mul, (loss, scale)))
-    call.args = (product, argument(call, 1, "inputs"))
+    call.args = (product, argument(call, 1, "inputs"), None, *call.args[3:])
     call.kwargs = {k: v for k, v in call.kwargs.items() if k not in ("inputs", "grad_outputs")}
 
 

@@ -288,14 +288,16 @@ def _check_slices(samples: Samples, counts: list[fx.Node]) -> None:
     for count in counts:
         of_count = {samples.of(leaf).part for leaf in _leaves(samples, count)}
         if len(of_count) == 1:
-            parts[of_count.pop()] = count
-    for one, other in itertools.combinations(parts, 2):
+            parts[count.meta.get("stack_trace"), of_count.pop()] = count
+    for (line, one), (other_line, other) in itertools.combinations(parts, 2):
+        if line != other_line:
+            continue  # tasks
         is_half = all(2 * (part.end - part.begin) == 1 for part in (one, other))
         if one.origin is not None and one.origin is other.origin and not is_half:
             raise StepError(
                 "loss=global: the loss adds up means of slices of one batch, whose lengths differ "
                 "from rank to rank. Add up sums, and divide by one count; or call backward() for "
-                f"each slice. {REMEDY}.\n  at {source_line(parts[other])}"
+                f"each slice. {REMEDY}.\n  at {source_line(parts[line, other])}"
             )
 
 

@@ -18,6 +18,7 @@ from zerofx.checkpoint.metadata import Keys, Saved, why_another_kind
 from zerofx.checkpoint.pieces import Range
 from zerofx.checkpoint.targets import Target, into_shard, into_state, into_tensor
 from zerofx.codegen.rewrite.storage import ADDED, UPDATES, widened, widened_dtypes
+from zerofx.codegen.trace.arguments import BY_PLACE
 from zerofx.deferred.tape import Source
 from zerofx.errors import CheckpointError
 from zerofx.ir.mesh import Mesh
@@ -264,7 +265,7 @@ class Matching:
             names = {self.names[id(parameter)] for parameter in group["params"]}
             for number in {group_of[name] for name in names & group_of.keys()}:
                 one = first.setdefault(number, group)
-                keys = self.saved.groups[number].keys() & (one.keys() | group.keys()) - {"params"}
+                keys = self.saved.groups[number].keys() & (one.keys() | group.keys()) - BY_PLACE
                 found[number] |= {key for key in keys if not _equal(one.get(key), group.get(key))}
         return found
 
@@ -288,7 +289,7 @@ class Matching:
         each keeps all its own.
         """
         group = optimizer.param_groups[place]
-        entries = {key: e for key, e in self.saved.groups[source].items() if key != "params"}
+        entries = {key: e for key, e in self.saved.groups[source].items() if key not in BY_PLACE}
         values = {
             key: self.value(entry)
             for key, entry in entries.items()
@@ -347,8 +348,9 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 
 def _equal(one: Any, other: Any) -> bool:
     """Return whether two hyperparameters are equal, which may be tensors."""
-    same = one == other
-    return bool(same.all()) if isinstance(same, torch.Tensor) else bool(same)
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    return one is other or bool(one == other)
 
 
 def _complete(optimizer: Optimizer) -> None:

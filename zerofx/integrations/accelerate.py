@@ -170,6 +170,7 @@ class ZeroAccelerator(Accelerator):
 
             def save_shards(_: list, weights: list, folder: Any) -> None:
                 found.append(save_beside(Path(folder), models, optimizers))
+                found[0].begin_rest(Path(folder))
 
             hook = self.register_save_state_pre_hook(save_shards)
             self._save_model_state_pre_hook.move_to_end(hook.id, last=False)

@@ -30,6 +30,9 @@ CHECKPOINT = "zero"
 TOKEN = "zerofx_token"
 """The name of a save's token among the values of its shards, and in a rest that is one mapping."""
 
+_INCOMPLETE = "incomplete"
+"""The token of a rest that is being written: of no shards, not those of older versions either."""
+
 _TOKEN_FILE = "zero.token"
 """The file that has the token of a rest that is several files."""
 
@@ -41,6 +44,10 @@ class Saved:
     ranks: Ranks
     token: str
     folders: list[Path]
+
+    def begin_rest(self, folder: Path) -> None:
+        """Say that a rest of several files is being written: it has no shards yet.  Collective."""
+        self.ranks.on_first(lambda: (folder / _TOKEN_FILE).write_text(_INCOMPLETE))
 
     def write_token(self, folder: Path) -> None:
         """Write the token beside a rest of several files that are all there.  Collective."""
@@ -86,7 +93,6 @@ def save_beside(
     for place, model, own in parts:
         adapters = is_peft(model)
         zerofx.save(_new(place, token), model, own, {TOKEN: token}, trainable_only=adapters).wait()
-    ranks.on_first(lambda: (folder / _TOKEN_FILE).unlink(missing_ok=True))
     return Saved(ranks, token, [place for place, _, _ in parts])
 
 

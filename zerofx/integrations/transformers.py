@@ -216,12 +216,13 @@ class ZeroTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         saved = save_beside(Path(output_dir), [self.model], [self.optimizer.optimizer])
+        saved.begin_rest(Path(output_dir))
         scheduler, path = self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME
         saved.ranks.on_first(lambda: torch.save(scheduler, path))
         self._zero_saved = saved
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the last part of the rest, before Trainer removes older checkpoints."""
+        """Save the rest but trainer_state.json, before Trainer removes older checkpoints."""
         save, saved = super()._save_rng_state, self._zero_saved
         if saved is None:
             save(output_dir)

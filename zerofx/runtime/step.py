@@ -32,7 +32,7 @@ from zerofx.runtime.memory.flat import (
 from zerofx.runtime.optimizer.host import HostUpdates
 from zerofx.runtime.optimizer.lazy_states import check_states
 from zerofx.runtime.optimizer.setup import ProgramSetup, Trained
-from zerofx.runtime.optimizer.state_dict import attach_optimizer
+from zerofx.runtime.optimizer.state_dict import attach_optimizer, refuse_step_hooks
 from zerofx.runtime.optimizer.steps import OptimizerSteps
 from zerofx.runtime.parameters.buckets import Buckets
 from zerofx.runtime.parameters.first_values import read_by_all
@@ -227,6 +227,8 @@ class StepRuntime:
         values = list(inputs)
         inputs.clear()
         self._check_model(values)
+        for optimizer in self._live_optimizers():
+            refuse_step_hooks(optimizer)
         if self.options.batch_norm == "rank0":
             make_equal([values[at] for at in self.buffer_inputs], self.communicator)
         self.buckets.begin_call(

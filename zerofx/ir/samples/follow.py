@@ -109,9 +109,11 @@ class Samples:
         if getattr(node.target, "overloadpacket", None) not in _CUTS:
             part = parts[0] if len(parts) == 1 else WHOLE  # two make pairs
             result = [replace(value, part=part) for value in result]
-        if getattr(node.target, "overloadpacket", None) not in (aten.index, *_WRITES):
-            is_sorted = any(source.is_sorted for source in sources)
-            result = [replace(one, is_sorted=is_sorted and any(one.dims)) for one in result]
+        keeps_order = getattr(node.target, "overloadpacket", None) not in (aten.index, *_WRITES)
+        is_sorted = keeps_order and any(source.is_sorted for source in sources)
+        result = [
+            replace(one, is_sorted=(one.is_sorted or is_sorted) and any(one.dims)) for one in result
+        ]
         values = [replace(value, is_data=is_data, may_count=may_count) for value in result]
         outputs = node.meta.get("val")
         if not isinstance(outputs, (tuple, list)):
@@ -175,19 +177,21 @@ class Samples:
         return found or [Value(Kind.SAME)]
 
     def _made_like_batch(self, node: fx.Node) -> str:
-        """Say that what is made of nothing is as long as the batch, or of its length."""
+        """Say that what is made of nothing is as long as some samples, or holds their number."""
         if node.all_input_nodes or is_random(node):
             return ""
         shapes = map(sizes_of, _outputs_of(node))
         if any(n > 1 and n in self.sizes for shape in shapes for n in shape):
             return "what is made as long as the batch, and not of it"
+        number = argument_of(node, "fill_value") or argument_of(node, "s")
         if node.op == "get_attr":
-            constant = getattr(self.graph.owning_module, node.target)
-            with compat.tensors.real_tensors():
-                number = constant.item() if constant.numel() == 1 else None
-        else:
-            number = argument_of(node, "fill_value") or argument_of(node, "s")
-        is_length = isinstance(number, (int, float)) and pointwise.is_size(self, number)
+            constant = operator.attrgetter(node.target)(self.graph.owning_module)
+            if isinstance(constant, torch.Tensor) and constant.numel() == 1:  # and no function
+                with compat.tensors.real_tensors():
+                    number = constant.item()
+        if not isinstance(number, (int, float)) or not number:
+            return ""
+        is_length = any(pointwise.is_size(self, one) for one in (number, 1 / number))
         return "a number that is made of the batch's length" if is_length else ""
 
     def _of_part(self, node: fx.Node) -> Value:

@@ -191,6 +191,9 @@ def _may_be_count(
     if 1 not in value.degrees or by.kind != Kind.SAME:
         return None
     if isinstance(number, fx.Node):
+        pairs = zip(reversed(shape_of(number)), reversed(value.dims), strict=False)
+        if shape_of(number) and not any(length > 1 and span for length, span in pairs):
+            return None  # it is as long as something else
         scales = f"scales a sum over the batch by {by.may_count}"
         return Objection(node, scales) if by.may_count else None
     if isinstance(number, bool) or number in (0, 1):

@@ -21,7 +21,6 @@ from zerofx.ir.graph import updates
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.optimizer.lazy_states import unread
 from zerofx.runtime.optimizer.setup import ProgramSetup, Trained, UpdateSettings
-from zerofx.runtime.optimizer.state_dict import refuse_step_hooks
 from zerofx.runtime.optimizer.update import Fused, OptimizerRunner
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
@@ -110,7 +109,6 @@ class OptimizerSteps:
             if updated is not None:
                 self.complete_updates(optimizer)
                 self._end(optimizer)
-            refuse_step_hooks(runner.live_optimizer())
             runner.begin()
             updated = self._updated[optimizer] = set()
         updated.update(parameters)

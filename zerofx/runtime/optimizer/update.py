@@ -121,6 +121,11 @@ class OptimizerRunner(TracedOptimizer):
         super().begin()
         self.owned.forget()
 
+    def _forget_traces(self) -> None:
+        super()._forget_traces()
+        self.owned.forget_traces()
+        self._known_runs.clear()
+
     def prepare(self, parameters: Iterable[int]) -> None:
         """Trace the first update of these parameters without running it.
 

@@ -151,6 +151,10 @@ class OwnedUpdates:
         self._begun: dict[int, _BegunUpdate | None] = {}
         self._own_step = OwnStep(optimizer)
 
+    def forget_traces(self) -> None:
+        """Forget how updates are cut; what has begun goes on."""
+        self._divided.clear()
+
     def forget(self) -> None:
         """Forget what has begun: a step that failed has left it."""
         self._begun.clear()
