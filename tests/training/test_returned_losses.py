@@ -34,6 +34,7 @@ def results(form: str):
     return of_loss.item(), doubled.item(), own.item(), others["loss"].item(), collectives
 
 
+@pytest.mark.slow(reason="two ranks and one process train")
 def test_the_loss_and_its_scaled_aliases_are_returned_over_all_ranks(ranks):  # noqa: F811
     (expected, *_), _ = train_alone("cross_entropy", 2, calls=1)
     found = ranks(2).run(results, "cross_entropy")
