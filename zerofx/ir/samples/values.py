@@ -121,9 +121,9 @@ def parts_of(values: Iterable[Value]) -> list[Part]:
 
 
 def check_parts(node: fx.Node, values: Iterable[Value], dims: Dims) -> None:
-    """Raise MixedError where samples meet their neighbours: where parts of the batch overlap.
+    """Raise MixedError where samples meet others: parts of the batch overlap, or differ in length.
 
-    So it does where these are of different lengths.  Two halves may be compared, as of pairs.
+    Two halves may be compared, as of pairs that lie one behind the other.
     """
     for one, other in itertools.combinations(parts_of(values), 2):
         is_of_one = one.origin is other.origin or one.size == other.size
