@@ -200,7 +200,7 @@ class _Trained(NamedTuple):
 
     @property
     def numbers(self) -> str:
-        """All numbers in both, as text: NaN is not equal to itself."""
+        """Return all numbers in both, as text: NaN is not equal to itself."""
         found = list(leaves([self.value, dict(self.state)]))
         tensors = [one.tolist() for one in found if isinstance(one, torch.Tensor)]
         return repr([*tensors, *(one for one in found if isinstance(one, (int, float)))])
@@ -225,7 +225,7 @@ class _Trial:
 
     @property
     def pairs(self) -> list[Place]:
-        """Two places in each group."""
+        """Return two places in each group."""
         groups = range(len(self.optimizer.param_groups))
         return [(group, place) for group in groups for place in range(_PER_GROUP)]
 
@@ -282,7 +282,7 @@ def _square(_place: Place, generator: torch.Generator) -> torch.Tensor:
 def _like_its_own(
     optimizer: torch.optim.Optimizer, place: Place, generator: torch.Generator
 ) -> torch.Tensor:
-    """Numbers with the dimensions of a parameter, in its dtype and on its device."""
+    """Draw numbers with the dimensions of a parameter, in its dtype and on its device."""
     group, number = place
     own = optimizer.param_groups[group]["params"]
     like = own[number % len(own)]

@@ -349,7 +349,7 @@ def _laid_out_like(
 
 
 def _layout(value: torch.Tensor) -> list[int]:
-    """Strides of the dimensions along which a step is ever taken."""
+    """Return the strides of the dimensions along which a step is ever taken."""
     return [step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]
 
 

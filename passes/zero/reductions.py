@@ -125,7 +125,7 @@ def _local(target: Callable) -> Insert:
 
 
 def _nonzero(target: Callable) -> Insert:
-    """A partial that is ``target`` of whether elements are zero: one below it is as true as any."""
+    """Take ``target`` of whether elements are no zeros: one below zero is as true as any."""
     local = _local(target)
 
     def insert(call: Callable, node: fx.Node, shard: fx.Node) -> fx.Node:

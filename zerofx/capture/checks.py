@@ -120,7 +120,7 @@ def _check_plain_tensors(step: StepCapture) -> None:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The operands that a call of Dynamo's graph writes to in place."""
+    """Return the operands that a call of Dynamo's graph writes to in place."""
     written: list[fx.Node] = []
     name = getattr(node.target, "__name__", str(node.target))
     is_operator = getattr(node.target, "__module__", "") == operator.add.__module__  # and_, or_
@@ -294,7 +294,7 @@ def is_backward_call(node: fx.Node) -> bool:
 
 
 def gradients_from(call: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The gradients that a call of backward has for its inputs, each with its input."""
+    """Yield the gradients that a call of backward has for its inputs, each with its input."""
     wanted = argument(call, 1, "inputs")
     wanted = wanted if isinstance(wanted, (tuple, list)) else [wanted]
     for item in list(call.users):

@@ -107,7 +107,7 @@ def trained_values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def meet(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Ranks:
-    """Wait for all ranks, however late, and return them: what fails on one fails on all."""
+    """Wait for all ranks and return them: what fails on one fails on all."""
     if dist.is_initialized():
         dist.barrier()
     return barrier.meet(model, optimizers, None, "a checkpoint")

@@ -69,7 +69,7 @@ def _numbers_in_gradients(graph: fx.Graph) -> list[str]:
 
 
 def _leading_to_updates(graph: fx.Graph) -> set[fx.Node]:
-    """All that updates, written inputs and stored gradients are computed from, with these."""
+    """Return all that updates, written inputs and stored gradients are computed of, with these."""
     of_program, results = recorded(graph), graph.output_node().args[0]
     stored = {**of_program.gradients, **of_program.written_gradients}
     ends = [node for node in graph.nodes if updated_by(node) or written_input(node)]
@@ -78,7 +78,7 @@ def _leading_to_updates(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _with_numbers(node: fx.Node) -> list[str]:
-    """A line per plain number that an elementwise operation takes."""
+    """Return a line per plain number that an elementwise operation takes."""
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return []
     operands = (*node.args, *node.kwargs.values())

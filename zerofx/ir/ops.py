@@ -105,7 +105,7 @@ def count(number, of, total=None):
 
 @torch.library.register_kernel(count, None)
 def _count_itself(number, of, total=None):
-    """The number: of constants tracing computes it, and other compilers have nothing to count."""
+    """Return the number: constants are traced with it, and other compilers count nothing."""
     return number.clone()
 
 
@@ -117,7 +117,7 @@ def loss_part(value, of, backward=-1):
 
 @torch.library.register_kernel(loss_part, None)
 def _part_itself(value, of, backward=-1):
-    """The value, for other compilers."""
+    """Return the value, for other compilers."""
     return value.clone()
 
 
