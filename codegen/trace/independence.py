@@ -82,16 +82,10 @@ def check_idle(optimizer: torch.optim.Optimizer) -> None:
 
     Raises: UpdateError naming the optimizer.
     """
-    if _is_torchs(optimizer):
+    one, other = (_tried(optimizer, steps, idle=1) for steps in (1, 3))
+    if one is None or other is None:
         return
-    trial = _Trial(optimizer, None, _square)
-    try:
-        one, other = (trial.train(trial.pairs, steps, seed=0, idle=1) for steps in (1, 3))
-        changes = any(
-            one[member].numbers != other[member].numbers for member in one if member[1] == 1
-        )
-    except Exception:
-        return
+    changes = any(one[at].numbers != other[at].numbers for at in one if at[1] == 1)
     if changes:
         raise UpdateError(
             f"{type(optimizer).__name__}.step changes parameters that have no gradient, or their "
@@ -106,34 +100,37 @@ def check_ignores_loss(optimizer: torch.optim.Optimizer) -> None:
 
     Raises: UpdateError naming the optimizer.
     """
-    if _is_torchs(optimizer):
+    if _tried(optimizer, 1, closure=lambda: torch.zeros(())) is None:
         return
-    trial = _Trial(optimizer, None, _square)
-    try:
-        trial.train(trial.pairs, 1, seed=0, closure=lambda: torch.zeros(()))
-    except Exception:
-        return
-    try:
-        trial.train(trial.pairs, 1, seed=0, closure=lambda: Elsewhere("the loss"))
-    except Exception as error:
+    if _tried(optimizer, 1, closure=lambda: Elsewhere("the loss")) is None:
         raise UpdateError(
             f"{type(optimizer).__name__}.step computes with the loss that its closure returns, and "
             "a compiled step calls the closure before the update, which it gives no loss. Call "
             "the closure yourself and step() without it, or use an optimizer that only returns "
             "the loss."
-        ) from error
+        )
 
 
 def clears_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a step leaves no gradients, which it does of small tensors then."""
+    found = _tried(optimizer, 1)
+    return found is not None and not any(one.has_gradient for one in found.values())
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer, num_steps: int, **given: Any
+) -> dict[Place, _Trained] | None:
+    """Return what steps make of two small parameters of each group.
+
+    None for torch's own optimizers, which are known, and for a step that fails.
+    """
     if _is_torchs(optimizer):
-        return False
+        return None
     trial = _Trial(optimizer, None, _square)
     try:
-        found = trial.train(trial.pairs, 1, seed=0)
+        return trial.train(trial.pairs, num_steps, seed=0, **given)
     except Exception:
-        return False
-    return not any(one.has_gradient for one in found.values())
+        return None
 
 
 def _depends(trial: _Trial, num_steps: int) -> bool:
