@@ -189,7 +189,7 @@ def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _Trained(NamedTuple):
-    """What some steps have made of a parameter."""
+    """Holds what some steps have made of a parameter."""
 
     value: torch.Tensor
     state: Mapping[str, Any]

@@ -39,7 +39,7 @@ INDEX = "model.safetensors.index.json"
 """The names that ``from_pretrained`` looks for."""
 
 STAGING_BYTES = 16 << 20
-"""What is on its way to a file at once."""
+"""Bounds what is copied to host memory before it is written."""
 
 _DTYPES = {
     torch.bool: "BOOL",

@@ -303,10 +303,11 @@ def _own_none() -> Patch:
     return mock.patch.object(TensorVariable, "var_getattr", var_getattr)
 
 
-_AUGMENTED_ASSIGNMENTS = {
+AUGMENTED_ASSIGNMENTS = {
     getattr(operator, f"i{name}")
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 }
+"""Lists what Python calls for ``x += y`` and its like."""
 
 
 def _own_augmented_assignment() -> Patch:
@@ -318,7 +319,7 @@ def _own_augmented_assignment() -> Patch:
 
     def call_function(self, tx, args, kwargs):
         result = original(self, tx, args, kwargs)
-        if self.fn in _AUGMENTED_ASSIGNMENTS and type(result) is TensorVariable:
+        if self.fn in AUGMENTED_ASSIGNMENTS and type(result) is TensorVariable:
             target = args[0].realize()
             if (
                 type(target) is TensorVariable
