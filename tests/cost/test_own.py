@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from zerofx.cost import own
 from zerofx.cost.own import own_bytes
@@ -74,3 +75,19 @@ def test_while_a_profiler_runs_that_is_said_and_found_later(caplog):
         assert own_bytes([node]) == {}
     assert "a profiler is running" in caplog.text
     assert own_bytes([node]) == {node: Own(400)}
+
+
+def test_a_call_is_given_what_the_one_before_it_returns():
+    """torch says that a narrow batch norm's statistics are narrow, which its backward refuses."""
+
+    def norm(x, weight):
+        y, mean, scale = aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)
+        wanted = [True, False, False]
+        return aten.native_batch_norm_backward(
+            y.mul(2), x, weight, None, None, mean, scale, True, 1e-5, wanted
+        )
+
+    operands = torch.ones(64, 8, 4, 4, dtype=torch.bfloat16), torch.ones(8)
+    nodes = make_fx(norm, tracing_mode="fake")(*operands).graph.nodes
+    found = {node.target: of for node, of in own_bytes(nodes).items()}
+    assert found[aten.native_batch_norm_backward.default].during == 64 * 8 * 4 * 4 * 2

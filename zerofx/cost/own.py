@@ -9,8 +9,9 @@ from __future__ import annotations
 import bisect
 import functools
 import logging
+import operator
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -30,7 +31,18 @@ LARGEST_BYTES = 2**28
 MOST_FLOPS = 4e9
 """Calls that take more, operands and results together, are not run: that would take too long."""
 
-_KNOWN: dict[Hashable, Own] = {}
+
+class _Found(NamedTuple):
+    """Holds what running a call has shown: also its results' dtypes and strides.
+
+    They are not always as torch says: statistics of a batch norm of bfloat16 are float32.
+    """
+
+    own: Own
+    results: tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...] = ()
+
+
+_KNOWN: dict[Hashable, _Found] = {}
 """What has been found, by the call."""
 
 
@@ -41,19 +53,69 @@ def own_bytes(nodes: Iterable[fx.Node], layouts: Layouts | None = None) -> Mappi
     that make views or fail, and all of them while a profiler runs already.  ``layouts`` are the
     strides of operands that a compiler changes.
     """
-    layouts = layouts or {}
-    calls = {node: _call(node, layouts.get(node, {})) for node in nodes if _is_measured(node)}
-    unknown = {call: node for node, call in calls.items() if call not in _KNOWN}
-    if unknown and compat.tensors.is_profiled():
-        logger.warning(
-            "a profiler is running, so %d kinds of calls cannot be tried: what they allocate for "
-            "themselves is not counted. Plan, or call the step first, without a profiler.",
-            len(unknown),
-        )
-    elif unknown:
-        _KNOWN.update(_measured(unknown, layouts))
-    found = {node: _KNOWN[call] for node, call in calls.items() if call in _KNOWN}
-    return {node: own for node, own in found.items() if any(own)}
+    tried = _Tried(layouts or {}, {})
+    nodes = [node for node in nodes if _is_measured(node)]
+    while unknown := tried.unknown(nodes):
+        if compat.tensors.is_profiled():
+            logger.warning(
+                "a profiler is running, so %d kinds of calls cannot be tried: what they allocate "
+                "for themselves is not counted. Plan, or call the step first, without a profiler.",
+                len(unknown),
+            )
+            break
+        _KNOWN.update(_measured(unknown, tried))
+    return {node: found.own for node, found in tried.found.items() if any(found.own)}
+
+
+class _Tried(NamedTuple):
+    """Tells calls apart: by ``layouts``, as in ``own_bytes``, and what is ``found`` of nodes."""
+
+    layouts: Layouts
+    found: dict[fx.Node, _Found]
+
+    def unknown(self, nodes: Iterable[fx.Node]) -> dict[Hashable, fx.Node]:
+        """Note what is known of these nodes, in their order; return the calls that are not."""
+        unknown = {}
+        for node in nodes:
+            call = self.call(node)
+            if call in _KNOWN:
+                self.found[node] = _KNOWN[call]
+            else:
+                unknown[call] = node
+        return unknown
+
+    def call(self, node: fx.Node) -> Hashable:
+        """Return what tells a call from others that may allocate something else."""
+
+        def described(value: Any) -> Hashable:
+            value = self.operand(node, value) if isinstance(value, fx.Node) else value
+            if isinstance(value, list | tuple):
+                return tuple(map(described, value))
+            return repr(compat.aot.size_hint(value) if isinstance(value, torch.SymInt) else value)
+
+        named = tuple((name, described(value)) for name, value in node.kwargs.items())
+        return node.target, described(node.args), named
+
+    def operand(self, node: fx.Node, operand: fx.Node) -> Any:
+        """Return an operand's shape, dtype and strides in a call, or the number that it is."""
+        value = operand.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            return compat.aot.size_hint(value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        source, at = operand.args if operand.target is operator.getitem else (operand, 0)
+        results = self.found[source].results if source in self.found else ()
+        made = results[at] if at < len(results) else None
+        dtype, strides = made or (value.dtype, _hints(value.stride()))
+        return _hints(value.shape), dtype, self.layouts.get(node, {}).get(operand) or strides
+
+    def zeros(self, node: fx.Node, operand: fx.Node) -> Any:
+        """Return what stands for an operand of a call."""
+        value = self.operand(node, operand)
+        if not isinstance(operand.meta.get("val"), torch.Tensor):
+            return value
+        shape, dtype, strides = value
+        return torch.empty_strided(shape, strides, dtype=dtype).zero_()
 
 
 def _is_measured(node: fx.Node) -> bool:
@@ -67,34 +129,22 @@ def _is_measured(node: fx.Node) -> bool:
     return nbytes <= LARGEST_BYTES and flops(node) <= MOST_FLOPS
 
 
-def _call(node: fx.Node, layout: Mapping[fx.Node, tuple[int, ...]]) -> Hashable:
-    """Return what tells a call from others that may allocate something else."""
-
-    def described(value: Any) -> Hashable:
-        strides = layout.get(value) if isinstance(value, fx.Node) else None
-        if isinstance(value, fx.Node):
-            value = value.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            return value.dtype, _hints(value.shape), strides or _hints(value.stride())
-        if isinstance(value, list | tuple):
-            return tuple(map(described, value))
-        return repr(compat.aot.size_hint(value) if isinstance(value, torch.SymInt) else value)
-
-    named = tuple((name, described(value)) for name, value in node.kwargs.items())
-    return node.target, described(node.args), named
+def _layout(result: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    return (result.dtype, result.stride()) if isinstance(result, torch.Tensor) else None
 
 
 def _hints(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(map(compat.aot.size_hint, sizes))
 
 
-def _measured(calls: Mapping[Hashable, fx.Node], layouts: Layouts) -> dict[Hashable, Own]:
+def _measured(calls: Mapping[Hashable, fx.Node], tried: _Tried) -> dict[Hashable, _Found]:
     """Run calls under torch's profiler; return what each has had at most beside its results.
 
     Some results lie in more memory than they fill, as the mean of ``aten.mse_loss`` does.
     """
-    found = dict.fromkeys(calls, Own(0))
+    found = dict.fromkeys(calls, _Found(Own(0)))
     ran: dict[str, Hashable] = {}
+    results = {}
     profiler = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     )
@@ -106,7 +156,7 @@ def _measured(calls: Mapping[Hashable, fx.Node], layouts: Layouts) -> dict[Hasha
         profiler,
     ):
         for number, (call, node) in enumerate(calls.items()):
-            zeros = functools.partial(_zeros, layouts.get(node, {}))
+            zeros = functools.partial(tried.zeros, node)
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), zeros)
             try:
                 with torch.profiler.record_function(name := f"{_RANGE}{number}"):
@@ -114,6 +164,9 @@ def _measured(calls: Mapping[Hashable, fx.Node], layouts: Layouts) -> dict[Hasha
             except (RuntimeError, IndexError, TypeError, ValueError):
                 continue  # zeros are no such values as it needs
             ran[name] = call
+            results[call] = tuple(
+                map(_layout, result if isinstance(result, tuple | list) else (result,))
+            )
             del result
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -127,19 +180,8 @@ def _measured(calls: Mapping[Hashable, fx.Node], layouts: Layouts) -> dict[Hasha
                 most = max(most, alive)
             call, alive = ran[event.name()], max(alive, 0)
             kept = max(alive - hinted_bytes(calls[call]), 0)
-            found[call] = Own(most - alive, kept)
+            found[call] = _Found(Own(most - alive, kept), results[call])
     return found
 
 
 _RANGE = "zerofx own "
-
-
-def _zeros(layout: Mapping[fx.Node, tuple[int, ...]], node: fx.Node) -> Any:
-    """Return what stands for an operand: zeros of its layout."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.SymInt):
-        return compat.aot.size_hint(value)
-    if not isinstance(value, torch.Tensor):
-        return value
-    shape, strides = _hints(value.shape), layout.get(node) or _hints(value.stride())
-    return torch.empty_strided(shape, strides, dtype=value.dtype).zero_()

@@ -132,7 +132,7 @@ class _Memory:
         last: dict[tuple[fx.Node, int], int] = {}
         for node in nodes:
             self.roots[node] = self._roots_of(node)
-            death = order[max(map(done_with, node.users), default=node)]
+            death = order[max(map(self._done_with, node.users), default=node)]
             for root in self.roots[node]:
                 last[root] = max(last.get(root, 0), death)
         made = [
@@ -144,6 +144,17 @@ class _Memory:
             if nbytes := self._own_bytes(node):
                 end = done_with(node) if ops.is_collective(node) else node
                 yield Allocation(node, 0, order[node], order[end], nbytes, own=True)
+
+    def _done_with(self, reader: fx.Node) -> fx.Node:
+        """Return the node with which a reader is done with its operands.
+
+        Ranks that read each other's memory read a gather's result, where each puts its own part
+        when it starts.
+        """
+        starts_gather = reader.target is ops.all_gather_start and not self.sockets
+        if starts_gather and reader.meta["val"].device.type == "cpu":
+            return reader
+        return done_with(reader)
 
     def _overwritten(self, made: Sequence[Allocation], fusion: Fusion) -> Iterable[Allocation]:
         """End what another result is written over just before that is made."""
