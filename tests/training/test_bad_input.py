@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from zerofx import backend
 from zerofx.errors import GraphError, StepError
 from zerofx.runtime.access import full_params
 from zerofx.runtime.comm.agreement import AgreementError
+from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.versions import check_torch_version
 
 SHARDED = "keeps only this rank's shard"
@@ -711,6 +713,37 @@ def test_ranks_that_differ_hear_of_the_first_difference(
         assert kind == AgreementError.__name__, text
         assert "ranks 0 and 1 compiled different programs" in text and first_difference in text
         assert "remove from the step" in text
+
+
+def loss_of(model, x, y):
+    with torch.no_grad():
+        return squared_loss(model, x, y)
+
+
+def evaluate_a_copy_alone() -> str:
+    """Rank 0 alone evaluates a second model; return its error.  Then both ranks evaluate it."""
+    torch._dynamo.reset()
+    model, of_rank = Mlp(), Mlp()
+    evaluate = zero(loss_of)
+    evaluate(model, *BATCH)
+    message = ""
+    if torch.distributed.get_rank() == 0:
+        with (
+            mock.patch.object(REGISTRY.barrier, "load_timeout_s", 0.5),
+            pytest.raises(RuntimeError, match="did not join") as caught,
+        ):
+            evaluate(of_rank, *BATCH)
+        message = words(caught.value)
+    torch.distributed.barrier()
+    evaluate(of_rank, *BATCH)
+    return message
+
+
+@pytest.mark.slow(reason="ranks compile")
+def test_another_model_on_one_rank_alone_is_an_error_that_says_so(ranks):  # noqa: F811
+    message, _ = ranks(2).run(evaluate_a_copy_alone, timeout_s=60)
+    assert "the first call with parameter 'body.weight' and 3 others is collective" in message
+    assert "call it on all ranks; rank(s) [1] did not join" in message
 
 
 def error_of_dividing_gradients(by: str, stage: int) -> str:

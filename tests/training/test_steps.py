@@ -431,6 +431,52 @@ def test_buffers_start_as_rank_0s_and_are_the_ranks_own_afterwards(ranks):  # no
         assert_close(mean, norm.running_mean, f"running mean on rank {rank}")
 
 
+class RunningMeans(nn.Module):
+    """Reassigns one buffer, and reads another one of some batches only."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.lift = nn.Linear(models.FEATURES, 3)
+        self.register_buffer("mean", torch.tensor(float(rank)))
+        self.register_buffer("offset", torch.tensor(float(rank)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.mean().detach()
+        return self.lift(x) + (self.offset if x.size(0) < 4 else 0.0)
+
+
+def means_with_recompilations(alone: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Compile again behind the third call, on rank 1 or on both, and for other batches there."""
+    torch._dynamo.reset()
+    rank, _ = rank_and_world_size()
+    model = RunningMeans(rank)
+    step = zero(3)(step_with())
+    optimizer = adamw(model.parameters())
+    before = programs_compiled()
+    for number in range(5):
+        rows = 3 if number > 2 and (rank or not alone) else 4
+        step(model, optimizer, *models.features(10 * rank + number, rows))
+    unshard(model, optimizer)
+    step(model, optimizer, *models.features(10 * rank + 5, 4))
+    return model.mean, model.offset, programs_compiled() - before
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.parametrize("alone", (True, False))
+def test_a_later_program_leaves_buffers_the_ranks_own(alone, ranks):  # noqa: F811
+    """Rank 1 compiles for buffers that it has not had before, alone or as rank 0 does."""
+    for rank, (mean, offset, programs) in enumerate(
+        ranks(2).run(means_with_recompilations, alone, timeout_s=100)
+    ):
+        expected = torch.tensor(0.0)
+        for number in range(6):
+            rows = 3 if 2 < number < 5 and (rank or not alone) else 4
+            batch = models.features(10 * rank + number, rows)[0]
+            expected = 0.5 * expected + 0.5 * batch.mean()
+        assert_close(mean, expected, f"running mean on rank {rank}")
+        assert (float(offset), programs > 1) == (float(rank), bool(rank or not alone))
+
+
 def lopsided(stage: int) -> tuple:
     """Rank 1 gets fewer rows at the second step, and compiles for them alone."""
     torch._dynamo.reset()

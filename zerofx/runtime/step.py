@@ -152,7 +152,7 @@ class StepRuntime:
         """
         self.bound = REGISTRY.bind(
             list(zip(map(_alive, self.tensors), self.table, strict=True)),
-            list(map(_alive, self.buffers)),
+            [buffer for one in self.buffers if (buffer := one()) is not None],
             self.communicator,
             self.options.stage,
             self.options.bucket,

@@ -204,8 +204,21 @@ def test_rendezvous_without_a_rank_fails_on_all_who_came():
     assert str(caught.value) == (
         "state_dict() is collective: call it on all ranks; rank(s) [1, 2] did not join within 0.1 s"
     )
-    with pytest.raises(RuntimeError, match="rank 0 gave up waiting"):
-        rendezvous(store, "state_dict()", 1, 3, 60)
+    # Those who come late wait for the next call of who gave up, as long as for any.
+    errors = on_ranks(3, lambda rank: rank and rendezvous(store, "state_dict()", rank, 3, 0.1))
+    assert errors[0] == 0
+    for error in errors[1:]:
+        assert "call it on all ranks; rank 0 gave up waiting; then rank" in str(error)
+
+
+@pytest.mark.parametrize("times", (1, 3))
+def test_after_a_lone_call_ranks_meet_again(times):
+    store = dist.HashStore()
+    for _ in range(times):
+        with pytest.raises(RuntimeError, match="did not join"):
+            rendezvous(store, "state_dict()", 2, 3, 0.05)
+    for _ in range(2):
+        assert on_ranks(3, lambda rank: rendezvous(store, "state_dict()", rank, 3, 5)) == [None] * 3
 
 
 def agree_over_tcp():

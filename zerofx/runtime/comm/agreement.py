@@ -60,6 +60,9 @@ class _Round:
         """Return whether this rank is the last to arrive."""
         return self.store.add(self.key("arrived"), 1) == self.world_size
 
+    def is_decided(self) -> bool:
+        return self.store.check([self.key("outcome")])
+
     def outcome(self, timeout_s: float) -> str:
         """Wait for the outcome; after ``timeout_s`` seconds it is ``abandoned <rank>``.
 
@@ -67,7 +70,7 @@ class _Round:
         """
         deadline = time.monotonic() + timeout_s
         pause = 1e-4
-        while not self.store.check([self.key("outcome")]):
+        while not self.is_decided():
             if time.monotonic() > deadline:
                 return self.decide(f"abandoned {self.rank}")
             time.sleep(pause)
@@ -96,23 +99,30 @@ def rendezvous(
 ) -> None:
     """Return once every rank has called this with ``name``; the n-th calls meet each other.
 
-    Raises: RuntimeError on every rank that came, if one does not within ``timeout_s`` seconds;
-    and on that one, if it comes after the others have left.
+    A call that others have given up waiting for meets their next one, so that one rank's lone call
+    costs no later one.
+
+    Raises: RuntimeError on every rank that came, if one does not within ``timeout_s`` seconds.
     """
     if world_size == 1:
         return
-    meeting = _Round(store, f"rendezvous/{name}", rank, world_size)
-    outcome = meeting.decide("complete") if meeting.arrive() else meeting.outcome(timeout_s)
-    if outcome == "complete":
-        return meeting.forget_previous()
-    verdict, by = outcome.split()
-    assert verdict == "abandoned"
     rule = f"{name} is collective: call it on all ranks; "
-    if int(by) == rank:
-        raise RuntimeError(
-            f"{rule}rank(s) {meeting.missing_ranks()} did not join within {timeout_s:g} s"
-        )
-    raise RuntimeError(f"{rule}rank {by} gave up waiting before all ranks had joined")
+    while True:
+        meeting = _Round(store, f"rendezvous/{name}", rank, world_size)
+        is_over = meeting.is_decided()
+        outcome = meeting.decide("complete") if meeting.arrive() else meeting.outcome(timeout_s)
+        if outcome == "complete":
+            return meeting.forget_previous()
+        verdict, by = outcome.split()
+        assert verdict == "abandoned"
+        if is_over:
+            rule = f"{name} is collective: call it on all ranks; rank {by} gave up waiting; then "
+        elif int(by) == rank:
+            raise RuntimeError(
+                f"{rule}rank(s) {meeting.missing_ranks()} did not join within {timeout_s:g} s"
+            )
+        else:
+            raise RuntimeError(f"{rule}rank {by} gave up waiting before all ranks had joined")
 
 
 class Agreement:

@@ -23,7 +23,7 @@ class Barrier:
 
     def __init__(self, join_timeout_s: float, load_timeout_s: float) -> None:
         self.join_timeout_s = join_timeout_s
-        self.load_timeout_s = load_timeout_s  # ranks read files at their own pace
+        self.load_timeout_s = load_timeout_s  # ranks read files, or compile, at their own pace
         self.written: dict[ParameterState, set[str]] = {}
         self._last_destination: tuple[weakref.ref[Any], int] | None = None
 
@@ -53,6 +53,13 @@ class Barrier:
             self._last_destination = weakref.ref(destination), epoch
         except TypeError:  # a plain dict from the user: the ranks meet at every parameter
             self._last_destination = None
+
+    def wait_to_bind(self, communicator: Any, name: str) -> None:
+        """Return once all ranks are about to bind parameters; they may have compiled meanwhile.
+
+        Raises: RuntimeError on the ranks that came, if one does not.
+        """
+        _meet(communicator, name, self.load_timeout_s)
 
     def note_write(self, bound: ParameterState, how: str) -> None:
         """Note that this rank has written its shards: each other rank must write its own too."""

@@ -96,10 +96,12 @@ class ParameterRegistry:
         ``sources``, by index, each rank reads its shard, as all ranks have agreed to do (stage 3).
 
         Only what has not been seen before is touched, so that a second compilation or another
-        function of the same model changes nothing.  Collective for new ones.
+        function of the same model changes nothing.  Collective if there are new parameters; without
+        them a rank may have compiled alone, and buffers that it has not seen stay its own.
 
         Raises: ValueError or TypeError, before anything has changed, for a parameter bound with
-        another stage, other ranks or another layout, or one that cannot be sharded.
+        another stage, other ranks or another layout, or one that cannot be sharded; RuntimeError if
+        there are new ones and not all ranks have come.
         """
         with self._lock, ordinary_tensors():
             new: dict[int, tuple[nn.Parameter, ParameterInfo]] = {}
@@ -114,8 +116,12 @@ class ParameterRegistry:
                     check_guardable(parameter, info.name)
                     self._claims.claim(parameter, info.name)
                     new[id(parameter)] = (parameter, info)
+            if new:
+                (_, first), *others = new.values()
+                name = f"the first call with parameter {first.name!r} and {len(others)} others"
+                self.barrier.wait_to_bind(communicator, name)
             new_buffers = self._claims.unseen(buffers)
-            make_equal(new_buffers, communicator)
+            make_equal(new_buffers if new else [], communicator)
             members: dict[int, list[Member]] = {}
             for parameter, info in new.values():
                 members.setdefault(info.place.bucket, []).append((parameter, info))
