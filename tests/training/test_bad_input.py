@@ -746,6 +746,34 @@ def test_another_model_on_one_rank_alone_is_an_error_that_says_so(ranks):  # noq
     assert "call it on all ranks; rank(s) [1] did not join" in message
 
 
+def train_with_a_hook_on_one_rank(stage: int) -> tuple[str, float]:
+    """Return the error of a call before which rank 1 has added a hook; then both train on."""
+    torch._dynamo.reset()
+    model = Mlp()
+    optimizer = sgd(model)
+    step = zero(step_that_may_differ, stage=stage)
+    step(model, optimizer, *BATCH, "")
+    hook = None
+    if torch.distributed.get_rank() == 1:
+        hook = optimizer.register_step_post_hook(lambda *_: None)
+    began_s = time.monotonic()
+    with pytest.raises(Exception, match="rank 1|step hooks") as caught:
+        step(model, optimizer, *BATCH, "")
+    seconds = time.monotonic() - began_s
+    if hook is not None:
+        hook.remove()
+    torch.distributed.barrier()
+    step(model, optimizer, *BATCH, "")
+    return str(caught.value), seconds
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+def test_what_one_rank_refuses_as_a_call_begins_ends_the_others_calls(ranks):  # noqa: F811
+    (one, seconds), (other, _) = ranks(2).run(train_with_a_hook_on_one_rank, 3, timeout_s=50)
+    assert "the step failed on rank 1" in one and "has step hooks" in other
+    assert seconds < 30
+
+
 def error_of_dividing_gradients(by: str, stage: int) -> str:
     """Each rank has rows of its own number; a whole number of them is baked into its program."""
     torch._dynamo.reset()

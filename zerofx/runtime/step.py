@@ -222,10 +222,27 @@ class StepRuntime:
             bound.state is State.RETIRED for bound in self.bound
         ):  # unsharded since: take charge again
             self.bind({})
-        self.turns.check(self.why_not_without_data)
-        self.host_updates.begin_call(self.bound, self._live_optimizers())
         values = list(inputs)
         inputs.clear()
+        try:
+            self._begin_call(values)
+            with self.turns.kept_without(values[at] for at in self.written_of_batch):
+                results = self._run(values)
+        except NoDataAnywhere:
+            self._end_under_way()
+            raise
+        except BaseException as error:
+            self._leave_after(error)
+            raise
+        finally:
+            self._end_call()
+        self._store_gradients(results, values)
+        return results
+
+    def _begin_call(self, values: list[Any]) -> None:
+        """Refuse what this call cannot be of, and make its inputs the program's."""
+        self.turns.check(self.why_not_without_data)
+        self.host_updates.begin_call(self.bound, self._live_optimizers())
         self._check_model(values)
         for optimizer in self._live_optimizers():
             refuse_step_hooks(optimizer)
@@ -240,19 +257,6 @@ class StepRuntime:
         # Kept buffers would be bytes that a budget does not know of, and a limit may not have.
         of = self.options
         self.communicator.buffers.is_on = of.memory_budget is None and of.memory_limit is None
-        try:
-            with self.turns.kept_without(values[at] for at in self.written_of_batch):
-                results = self._run(values)
-        except NoDataAnywhere:
-            self._end_under_way()
-            raise
-        except BaseException as error:
-            self._leave_after(error)
-            raise
-        finally:
-            self._end_call()
-        self._store_gradients(results, values)
-        return results
 
     def _live_optimizers(self) -> list[torch.optim.Optimizer]:
         return [optimizer for one in self.optimizers if (optimizer := one()) is not None]

@@ -132,6 +132,42 @@ def test_a_step_that_fails_on_one_rank_fails_on_those_that_wait_for_it(ranks):
     assert time.monotonic() - started < 30  # the group's timeout is 60
 
 
+def fail_between_steps():
+    """Rank 1 has no memory for what all gather outside of any program."""
+    comm = Communicator.of(None)
+    ones = torch.ones(4)
+    comm.wait(comm.all_reduce_start(ones, "sum"))
+    if comm.rank == 1:
+        with (
+            mock.patch.object(comm, "_transport", side_effect=MemoryError),
+            pytest.raises(MemoryError),
+        ):
+            comm.gather_whole(ones)
+    else:
+        with pytest.raises(StepError, match="failed on rank 1"):
+            comm.gather_whole(ones)
+    return comm.wait(comm.all_reduce_start(ones, "sum")).tolist()
+
+
+def test_a_gather_between_steps_that_fails_on_one_rank_leaves_the_group_usable(ranks):
+    assert ranks(2).run(fail_between_steps, timeout_s=30) == [[2.0] * 4] * 2
+
+
+def gather_without_kept_buffers() -> bool:
+    """Gather in a program whose budget counts every byte."""
+    comm = Communicator.of(None)
+    comm.buffers.is_on = False
+    try:
+        comm.gather_whole(torch.ones(4))
+        return comm.buffers.is_on
+    finally:
+        comm.buffers.is_on = True
+
+
+def test_to_gather_leaves_buffers_uncounted_or_not_as_it_was(ranks):
+    assert ranks(2).run(gather_without_kept_buffers) == [False, False]
+
+
 def raise_in_step():
     """An index out of range, in rank 1's batch alone."""
 

@@ -238,17 +238,22 @@ class Communicator:
 
         For state dicts and other reading.
         """
-        launch = partial(self._transport(shard).all_gather, shard.detach().reshape(-1))
         nbytes = shard.nbytes * self.world_size
+        was_on = self.buffers.is_on
         self.buffers.is_on = False  # the result is the caller's, who may write its memory to a file
         try:
+            launch = partial(self._transport(shard).all_gather, shard.detach().reshape(-1))
             gathered = self.wait(self._start("all_gather", nbytes, launch))
             if not self.mesh.is_cut:
                 return gathered
             parts, ranks = gathered.chunk(self.world_size), range(self.world_size)
             return torch.cat([parts[self.mesh.rank_of(shard)] for shard in ranks])
+        except Exception:
+            if self._memory is None or not self._memory.program:  # a program does so itself
+                self.abandon()
+            raise
         finally:
-            self.buffers.is_on = True
+            self.buffers.is_on = was_on
 
     def overlaps(self, like: torch.Tensor) -> bool:
         """Return whether tensors like this one travel while the rank computes."""
