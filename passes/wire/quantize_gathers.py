@@ -52,7 +52,8 @@ def quantize_gathers(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     A wire serves all gathers of its shard until that is written to: it is made for the first of
     them, and kept for the others.  On a mesh whose axes are both cut, wires go both ways.
 
-    What travels as before is counted, with why: integers have no codes;
+    What travels as before is counted, with why, and what shares a hop with it too: integers have
+    no codes;
     what a step has computed of shards is no parameter; and what becomes a parameter's new value,
     the caller's, or element by element a tensor of the caller's, has to be exact.
     Source: ZeRO++, Wang et al. 2023, section 3.1 (qwZ).
@@ -63,18 +64,20 @@ def quantize_gathers(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     written = becomes_parameters(gm.graph)
     wires: dict[tuple[fx.Node, ...], fx.Node] = {}
     counts: Counter[str] = Counter()
-    for wait in list(gm.graph.nodes):
-        if wait.target is not ops.wait or role(wait) != Role.GATHER:
+    reasons: dict[fx.Node, str] = {}  # by the first hop: what gathers have in common is one wire
+    waits = gm.graph.find_nodes(op="call_function", target=ops.wait)
+    gathers = [wait for wait in waits if role(wait) == Role.GATHER]
+    for wait in gathers:
+        first, parts = ops.hops_of(wait)[-1], tuple(shards_in(exact_behind(wait)).values())
+        reasons[first] = reasons.get(first) or _why_not(wait, parts, written)
+    for wait in gathers:
+        first, shard = ops.hops_of(wait)[-1], exact_behind(wait)
+        if reasons[first]:
+            counts[LEFT + reasons[first]] += 1
             continue
-        shard = exact_behind(wait)
         held = shards_in(shard)
         parts = tuple(held.values())
-        why = _why_not(wait, parts, written)
-        if why:
-            counts[LEFT + why] += 1
-            continue
         if parts not in wires:
-            first = ops.hops_of(wait)[-1]
             with builder.before(first, role=Role.QUANTIZED, **_origin(wait)) as call:
                 wires[parts] = call(ops.quantize, shard, code, 1, list(held))
             counts["wires"] += 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ir.test_mesh_programs import NODES, step_on
+from tests.ir.test_mesh_programs import NODES, SECOND, step_on
 from tests.kit import programs
 from tests.kit.offloaded_programs import tied_step, twice_step
 from tests.kit.programs import (
@@ -355,6 +355,29 @@ def test_averages_of_weights_are_of_exact_ones():
     exact = [n for n in nodes_of(program, ops.all_gather_start) if n.args[0].target is ops.pack]
     assert len(exact) == 1 and exact[0] > max(nodes_of(program, ops.update))
     assert len(nodes_of(program, ops.dequantize)) == 1
+
+
+def test_what_goes_over_the_outer_axis_once_is_exact_for_all_that_read_it():
+    """A second shard serves backward, and an average that has to be of exact weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    average = model[0].weight.detach().clone()
+
+    def step(x):
+        model(x).pow(2).mean().backward()
+        with torch.no_grad():
+            average.lerp_(model[0].weight, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    captured = capture(step, torch.randn(4, 9), axes=NODES, outer_stage=3)
+    program = rewritten(captured, stage=3, **INT8, **SECOND)
+    of_first, of_second = (
+        [node for node in nodes_of(program, ops.quantize) if node.args[3] == [index]]
+        for index in (0, 1)
+    )
+    assert not of_first and of_second
 
 
 # Bytes
