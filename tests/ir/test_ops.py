@@ -1,9 +1,12 @@
 """An operator's rules: complete for every operator, and enough for a new one to be known."""
 
 import functools
+import operator
 from unittest import mock
 
 import pytest
+import torch
+from torch import fx
 
 from tests.kit.offloaded_programs import FACTS, OFFLOADED, refused
 from tests.kit.programs import clone, mlp_step, nodes_of, rewritten
@@ -21,6 +24,8 @@ from zerofx.report.python_text import target_text
 from zerofx.runtime.file_operators import ProgramFiles
 from zerofx.runtime.step import StepRuntime
 from zerofx.verify.verifier import verify
+
+aten = torch.ops.aten
 
 TARGETS = tuple(_RULES)
 OPERATORS = {target._schema.name: target for target in TARGETS}
@@ -126,6 +131,15 @@ def test_a_new_operator_is_agreed_on_and_printed_by_its_name(programs):
     assert any(line.startswith("gather_in_int8 ") for line in lines)
     assert target_text(start.target) == "zerofx.gather_in_int8_start"
     assert start in aliases(start.args[0], heirs_in(start.graph))  # as in a world of one
+
+
+@pytest.mark.parametrize("unsafe", (aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default))
+def test_parts_of_an_unsafe_split_share_its_memory(unsafe):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    parts = graph.call_function(unsafe, (x, 2))
+    part = graph.call_function(operator.getitem, (parts, 0))
+    assert part in aliases(x, heirs_in(graph))
 
 
 def test_a_collective_names_the_axis_whose_ranks_it_is_between(programs):

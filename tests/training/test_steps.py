@@ -431,6 +431,34 @@ def test_buffers_start_as_rank_0s_and_are_the_ranks_own_afterwards(ranks):  # no
         assert_close(mean, norm.running_mean, f"running mean on rank {rank}")
 
 
+class Branched(nn.Module):
+    """Has weights that one branch of ``torch.cond`` reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(models.FEATURES, 3)
+        self.mix = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.lift(x)
+        return torch.cond(h.sum() > 0, lambda h: self.mix(h), lambda h: h.sin(), (h,))
+
+
+@pytest.mark.slow(reason="compiles and trains")
+def test_weights_that_one_branch_reads_train_in_shards():
+    models_trained = []
+    for compile_step in (eager, zero(3)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Branched()
+        step, optimizer = compile_step(step_with()), adamw(model.parameters())
+        for number in range(3):
+            step(model, optimizer, *models.features(number, 4))
+        models_trained.append(model.state_dict())
+    for name, value in models_trained[0].items():
+        assert_close(models_trained[1][name], value, name)
+
+
 class RunningMeans(nn.Module):
     """Reassigns one buffer, and reads another one of some batches only."""
 

@@ -308,6 +308,31 @@ def test_the_end_keeps_delayed_updates(ranks):  # noqa: F811
     assert torch.equal(found, expected)
 
 
+def end_with_files(directory: str) -> tuple[list[int], bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    files = {"offload": ["params"], "offload_tier": "nvme", "offload_dir": directory}
+    options = {"lowering": "eager", "stage": 3, "bucket_bytes": 4 * WIDTH, "loss": "global"}
+    step = torch.compile(step, backend="zero", options={**options, **files})
+    before = step(torch.ones(1, WIDTH))
+    ends = [zerofx.no_data(step) for _ in range(2)]
+    return ends, bool(step(torch.ones(1, WIDTH)) < before)
+
+
+@pytest.mark.slow(reason="ranks compile and train")
+def test_the_end_lets_go_of_what_was_read_of_files(ranks, tmp_path):  # noqa: F811
+    assert ranks(2).run(end_with_files, str(tmp_path)) == [([0, 0], True)] * 2
+
+
 def train_with_a_rate(gives: bool):
     """The rate is an argument, and smaller in the call in which rank 1 has no data."""
     torch.manual_seed(0)

@@ -46,6 +46,9 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     return _arguments(node, _memory_arguments(node.target)[1])
 
 
+_UNSAFE = (aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes)
+"""Operators whose results are views, and whose schemas do not say so."""
+
 Arguments = tuple[tuple[int, str], ...]
 """Positions and names."""
 
@@ -67,7 +70,7 @@ def _memory_arguments(target: Any) -> tuple[Arguments, Arguments, Any]:
         if argument.alias_info is not None
     ]
     shared = tuple(which for _, which in marked if schema.returns)
-    if target is aten._unsafe_view.default:  # its schema does not say so
+    if target.overloadpacket in _UNSAFE:
         shared = ((0, "self"),)
     written = tuple(which for is_write, which in marked if is_write)
     _KNOWN[id(target)] = shared, written, target

@@ -124,7 +124,12 @@ class Builder:
         return duplicate
 
     def refresh(self, node: fx.Node) -> None:
-        """Recompute ``meta["val"]`` from the arguments'; past torch's dispatch where it is ours."""
+        """Recompute ``meta["val"]`` from the arguments'; past torch's dispatch where it is ours.
+
+        Results of operators that run programs stay as they are.
+        """
+        if compat.inductor.is_higher_order(node.target):
+            return
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
         with self.fake_mode, torch.no_grad():
             node.meta["val"] = (rules(node).fake or node.target)(*args, **kwargs)

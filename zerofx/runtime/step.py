@@ -330,6 +330,8 @@ class StepRuntime:
         self.communicator.complete()
         if self.moves:
             self.copies.complete()
+        if self.files is not None:  # what is read ahead of its use
+            self.files.failed(NoDataAnywhere(), self._live_optimizers())
         self._finish()
 
     def _leave_after(self, error: BaseException) -> None:

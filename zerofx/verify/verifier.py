@@ -227,7 +227,8 @@ def _metadata_is_fresh(graph: fx.Graph, checked: CheckedMetadata) -> None:
         if node.op != "call_function" or not any(map(provenance, (node, *sources))):
             continue
         recorded = node.meta["val"]
-        made_from = (id(recorded), *(id(source.meta["val"]) for source in sources))
+        # A program that an operator takes as an argument has no value.
+        made_from = (id(recorded), *(id(source.meta.get("val")) for source in sources))
         if checked.made_from.get(node) == made_from:
             continue
         checked.made_from[node] = made_from

@@ -2,6 +2,9 @@
 
 import ctypes
 import gc
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +44,20 @@ def test_pinned_memory_is_let_go_of_before_it_is_unmapped(monkeypatch):
     del view
     gc.collect()
     assert calls[1:] == [("unregister", address, b"\x07")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_fork_does_not_copy_pinned_memory(monkeypatch):
+    monkeypatch.setattr("zerofx.runtime.memory.pages._pin", lambda *_: lambda address: None)
+    for pinned in (False, True):
+        memory = aligned_empty(2**21 + 1, pinned=pinned).fill_(7)
+        pages = re.split(r"(?m)^([0-9a-f]+)-([0-9a-f]+) ", Path("/proc/self/smaps").read_text())
+        (flags,) = (
+            re.search("VmFlags:(.*)", text)[1].split()
+            for start, stop, text in zip(*(pages[n::3] for n in (1, 2, 3)), strict=True)
+            if int(start, 16) <= memory.data_ptr() < int(stop, 16)
+        )
+        assert ("dc" in flags) is pinned
 
 
 def test_memory_that_cuda_does_not_pin_is_an_error(monkeypatch):

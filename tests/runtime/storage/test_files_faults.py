@@ -300,6 +300,23 @@ def test_a_full_disk_is_an_error_before_anything_is_written_with_the_numbers(tmp
     assert os.listdir(first) == os.listdir(second) == []
 
 
+def test_room_is_reserved_though_the_disk_takes_only_blocks_directly(open_store):
+    """Where the system cannot, libc writes a byte of each block instead."""
+    system = Watched()
+    allocate = system.allocate
+
+    def allocate_by_bytes(fd, nbytes):
+        if fd in system.direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        allocate(fd, nbytes)
+
+    system.allocate = allocate_by_bytes
+    store = open_store(system=system)
+    values = random_values(BIG)
+    write(store, "big", values)
+    assert system.direct and all_same_bits(read(store, "big"), values)
+
+
 def test_a_disk_that_fills_up_meanwhile_leaves_the_store_as_it_was(open_store):
     system = Watched()
     other = layout("other", shard=3)

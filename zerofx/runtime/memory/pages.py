@@ -46,6 +46,7 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor)
 
 
+_MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -96,6 +97,9 @@ def aligned_empty(
     memory = torch.frombuffer(owner, dtype=torch.uint8)
     prefer_huge_pages(memory)
     address = ctypes.addressof(owner)
+    if pinned and _LIBC is not None:
+        # Else a fork (a loader's workers) copies all pages that a device may write to.
+        _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_DONTFORK)
     unpin = _pin(address, nbytes) if pinned else lambda address: None
 
     def free() -> None:

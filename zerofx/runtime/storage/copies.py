@@ -79,15 +79,16 @@ class Copies:
     def store_start(self, pieces: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Tensor]:
         """Start copying flat tensors on a device to shards in host memory, each to its own."""
         device, event = pieces[0].device, None
-        into = list(shards)
+        into, sent = list(shards), list[Tensor]()
         for parts, place in _to_neighbours(pieces, into):
+            sent += parts  # which the copy reads, and may be no pieces
             if is_accelerator(device):
                 # Behind what has been brought from there, which it waited for.
                 event = self._copy_beside("to host", device, parts, place)
             else:
                 event = self._copy_by_worker("to host", parts, place)
         self.to_host_bytes += sum(piece.nbytes for piece in pieces)
-        self._started[id(into)] = into, pieces, None, event
+        self._started[id(into)] = into, sent, None, event
         return into
 
     def offload_start(self, value: Tensor, slot: int, place: Place | None = None) -> Tensor:

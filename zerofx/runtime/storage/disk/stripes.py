@@ -131,10 +131,10 @@ class Stripes:
         directory, is_direct = self._directories[number], self.is_direct[number]
         try:
             file = made.enter_context(self._system.make_file(directory))
+            if nbytes:  # first: where the system cannot, libc writes bytes that are no block
+                self._system.allocate(file.fileno(), nbytes)
             if is_direct:
                 self._system.make_direct(file.fileno())
-            if nbytes:
-                self._system.allocate(file.fileno(), nbytes)
         except OSError as error:
             if error.errno in NO_ROOM:
                 raise self._no_room(directory, needed, error) from error
