@@ -22,7 +22,8 @@ def no_data(step: Callable, *arguments: Any, **by_name: Any) -> int:
     The rank goes through its last call again, with weight zero: it adds nothing to gradients, and
     updates its shards as the others do.  With ``loss="global"`` gradients are means over the ranks
     that have data; with ``loss="rank"`` over all, as ``torch.distributed.algorithms.join.Join`` has
-    it.  What the step writes of a batch (running means and variances, metrics) stays as it is.
+    it.  What the step writes in place of a batch (running means and variances, metrics) stays as
+    it is; what it assigns anew does not.
 
     What it is called with is what it was called with last, whose tensors have to hold finite
     numbers still.  Give ``arguments`` where that is not right: a rate that the step is called with,

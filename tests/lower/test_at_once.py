@@ -16,6 +16,7 @@ import torch
 import torch._inductor.config
 from torch import fx, nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit.models import features, squared_loss
@@ -232,6 +233,31 @@ def test_what_is_asked_for_again_is_not_taken_over_twice(process):
         with rank.running():
             assert not rank._later(kernels[1], inputs), "Inductor's cache has it"
     assert compiles.call_count == 1 and rank.taken == {name: 2} and process.is_closed
+
+
+def test_a_kernel_has_one_name_on_all_ranks_whatever_their_devices(process, monkeypatch):
+    ranks = [AtOnce("step", lambda value: [value]) for _ in range(2)]
+    for number, rank in enumerate(ranks):
+        device = torch.device("cuda", number)
+        text = f"full(4, device={device!r})\n{device}"
+        kernel = mock.Mock(text=lambda inputs, text=text: text, graph=body())
+        with FakeTensorMode(allow_non_fake_inputs=True), rank.running():
+            assert rank._later(kernel, [torch.empty(4, device=device)])
+    assert len({name for rank in ranks for name in rank._units}) == 1
+
+
+def test_regions_look_at_their_inputs_again_when_one_is_taken_over(process):
+    of = program(4, 8)
+    one, other = of.children()
+    other.take()
+    rank = AtOnce("step", lambda value: [value])
+    rank.add(of)
+    with rank.running():
+        other([torch.ones(8)])
+    assert other.found is not None
+    process.done.add(one.text)
+    with rank.running():
+        assert not one.waits and other.found is None
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"step": 3}', '{"step": {"region_0": "2"}}'])

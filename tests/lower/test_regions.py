@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.nn.attention.flex_attention import flex_attention
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx  # noqa: F401 - makes the backend known
@@ -502,6 +503,23 @@ def test_views_of_what_inductor_lays_out_otherwise_may_be_copies(joined):
     weights = torch.arange(12.0)
     batches = [torch.randn(3, 6) for _ in range(2)]
     assert_trains_as_eagerly(lambda model, x: (joined(model(x)) * weights).sum(), batches)
+
+
+@pytest.mark.slow(reason="kernels are compiled")
+def test_a_flex_attention_is_not_fused_and_a_line_says_so(caplog):
+    torch._dynamo.reset()
+    model = nn.Linear(16, 16)
+
+    def evaluate(x):
+        with torch.no_grad():
+            q = model(x).view(1, 8, 2, 8).transpose(1, 2)
+            return flex_attention(q, q, q)
+
+    x = torch.randn(8, 16)
+    expected = evaluate(x)
+    found = torch.compile(evaluate, backend="zero", options={"lowering": "inductor"})(x)
+    torch.testing.assert_close(found, expected)
+    assert caplog.text.count("flex_attention runs operator by operator") == 1
 
 
 @pytest.mark.nightly

@@ -9,8 +9,9 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,13 @@ class _Unit:
     takes: dict[int, Callable[[], object]] = field(default_factory=dict)  # by who takes it
 
 
+def _take(region: CompiledRegion, others: Iterable[CompiledRegion]) -> None:
+    """Run what is compiled of a region; it may lay out otherwise what the others of it read."""
+    region.take()
+    for other in others:
+        other.found = None
+
+
 class AtOnce:
     """Takes over what is compiled at the beginning of a step, all ranks in the same one.
 
@@ -127,8 +135,10 @@ class AtOnce:
         Equal ones are taken over together, under the first one's name.
         """
         names: dict[str, str] = {}
-        for name, region in program.named_children():
-            if not isinstance(region, CompiledRegion) or not region.is_to_compile:
+        children = program.named_children()
+        regions = {name: one for name, one in children if isinstance(one, CompiledRegion)}
+        for name, region in regions.items():
+            if not region.is_to_compile:
                 continue
             assert region.sample is not None
             beside = list(map(Like.of, region.sample)), region.like, region.donated
@@ -136,7 +146,8 @@ class AtOnce:
             if data is not None:  # else it is compiled when it first runs
                 region.waits = True
                 name = names.setdefault(region.text, name)
-                self._send(name, Work(region.text, data), id(region), region.take)
+                take = partial(_take, region, regions.values())
+                self._send(name, Work(region.text, data), id(region), take)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -162,7 +173,10 @@ class AtOnce:
     def _later(self, kernel: CompiledForAnyLength, inputs: Sequence[Any]) -> bool:
         """Have an update's kernel compiled; return whether it is taken over later."""
         text, like = kernel.text(inputs), tuple(map(Like.of, inputs))
-        name = f"update_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        on_all = text  # ranks have devices of their own
+        for device in {tensor.device for tensor in inputs}:
+            on_all = on_all.replace(repr(device), device.type).replace(str(device), device.type)
+        name = f"update_{hashlib.sha256(on_all.encode()).hexdigest()[:8]}"
         if self.is_over or name in self.taken:  # then Inductor's cache has it
             return False
         if name in self._units and id(kernel) in self._units[name].takes:

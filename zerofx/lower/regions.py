@@ -30,11 +30,20 @@ aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
+FLEX = (
+    "flex_attention runs operator by operator, and has scores of every token with every other in "
+    "memory: lowering='inductor' does not fuse it. F.scaled_dot_product_attention has none of them"
+)
+
+
 def with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
     """Copy a program with each of its regions replaced by a call of what compiles it.
 
     The regions become submodules of ``root``.
     """
+    flex = torch.ops.higher_order.flex_attention
+    if gm.graph.find_nodes(op="call_function", target=flex):
+        logger.warning(FLEX)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     # In a list, for the iterator that torch has over nodes begins anew when it has ended.
