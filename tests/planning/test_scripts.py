@@ -15,6 +15,7 @@ import zerofx
 import zerofx.__main__ as command_line
 from zerofx.backend import zero
 from zerofx.cost.traffic import size_text
+from zerofx.planning.script import call_of
 
 SCRIPT = """
     import os, sys
@@ -63,6 +64,19 @@ def planned(tmp_path, capsys, monkeypatch):
     return of
 
 
+@pytest.fixture
+def captured(tmp_path, monkeypatch):
+    """``captured(code)``: the call that a script of this code is stopped at, on two nodes of 4."""
+    monkeypatch.chdir(tmp_path)
+
+    def of(code, device=None):
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(code))
+        return call_of(path, ["64"], 8, 4, device)
+
+    return of
+
+
 def test_a_script_is_planned_up_to_its_first_compiled_call(planned, tmp_path):
     before = dict(os.environ), list(sys.argv), list(sys.path), zerofx.save
     status, out, err = planned(SCRIPT, "--ranks", "8", "--mesh", "2x4", arguments=["64"])
@@ -104,6 +118,62 @@ def test_what_else_the_script_does_changes_nothing(planned, before, after):
     code = code.replace(before, after)
     status, out, err = planned(code, "--ranks", "8", "--mesh", "2x4", arguments=["64"])
     assert status == 0 and "gpu:3,node:1" in out
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "torch.save({'model': model.state_dict()}, 'a.pt')",
+        "torch.save(torch.load('a.pt'), 'a.pt')",
+        "torch.save(kept, 'a.pt')",
+        "torch.serialization.save(model.state_dict(), 'a.pt')",
+        "save_file(model.state_dict(), 'a.safetensors')",
+        "safetensors.torch.save_model(model, 'a.safetensors')",
+        "dcp.save({'kept': torch.ones(3)}, checkpoint_id='a')",
+        "dcp.async_save({'model': model.state_dict()}, checkpoint_id='a').result()",
+    ],
+)
+@pytest.mark.parametrize("at", ["before", "end"])
+def test_no_checkpoint_of_it_is_written(captured, tmp_path, lines, at):
+    """Neither before its first compiled call nor by what it does when it is ended there."""
+    st = pytest.importorskip("safetensors.torch")
+    (tmp_path / "a").mkdir()
+    torch.save({"kept": torch.arange(6.0)}, tmp_path / "a.pt")
+    st.save_file({"kept": torch.arange(6.0)}, tmp_path / "a.safetensors")
+    before = {path: path.read_bytes() for path in tmp_path.glob("a.*")}
+    code = textwrap.dedent(SCRIPT).replace(
+        "import zerofx",
+        "import zerofx, safetensors.torch\nimport torch.distributed.checkpoint as dcp\n"
+        "from safetensors.torch import save_file\nkept = torch.load('a.pt')",
+    )
+    if at == "end":
+        code = code.replace("except Exception:", f"finally:\n    {lines}")
+    else:
+        code = code.replace("\ndef step", f"\n{lines}\n\ndef step")
+    captured(code)
+    assert {path: path.read_bytes() for path in tmp_path.glob("a.*")} == before
+    assert not list((tmp_path / "a").iterdir())
+
+
+def test_what_a_script_saves_it_can_load(captured, tmp_path):
+    lines = (
+        "torch.save({'model': model.state_dict(), 'rows': torch.arange(3.0)}, 'new.pt')\n"
+        "state = torch.load('new.pt', map_location='cpu')\n"
+        "model.load_state_dict(state['model'])\n"
+        "assert state['rows'].tolist() == [0, 1, 2]"
+    )
+    code = textwrap.dedent(SCRIPT).replace("\ndef step", f"\n{lines}\n\ndef step")
+    captured(code)
+    assert not (tmp_path / "new.pt").exists()
+
+
+@pytest.mark.parametrize("end", ["finally:", "except BaseException:"])
+def test_what_a_script_does_when_it_is_ended_makes_no_values(captured, capsys, end):
+    code = textwrap.dedent(SCRIPT).replace(
+        "except Exception:", f"{end}\n    state = model.state_dict()\n    print('made', state)"
+    )
+    captured(code)
+    assert "made" not in capsys.readouterr().out
 
 
 @pytest.mark.slow(reason="a larger model, for which programs are chosen")

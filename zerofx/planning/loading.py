@@ -43,7 +43,7 @@ def headers_alone(is_elsewhere: bool) -> Iterator[None]:
         if importlib.util.find_spec("safetensors") is not None:
             import safetensors.torch
 
-            patch(_in_all_modules(safetensors.safe_open, _opening(is_elsewhere)))
+            patch(in_all_modules(safetensors.safe_open, _opening(is_elsewhere)))
             name = "_remove_duplicate_names"  # of load_model
             patch(mock.patch.object(safetensors.torch, name, names_twice, create=True))
         patches.callback(MAPPED.forget)
@@ -70,7 +70,7 @@ def _mapping(load: Callable, is_elsewhere: bool) -> Callable:
     def mapping(f, map_location=None, *args, **options):
         if is_elsewhere and str(map_location) != "meta":
             map_location = "cpu"
-        path = _path_of(f)
+        path = path_of(f)
         if path is not None and _is_zip(path):
             f, options["mmap"] = path, True
         return load(f, map_location, *args, **options)
@@ -78,7 +78,7 @@ def _mapping(load: Callable, is_elsewhere: bool) -> Callable:
     return mapping
 
 
-def _path_of(file: Any) -> str | None:
+def path_of(file: Any) -> str | None:
     """Return where a file is that is given by its path, or open at its beginning."""
     if isinstance(file, str | os.PathLike):
         return os.fspath(file)
@@ -112,7 +112,7 @@ def _opening(is_elsewhere: bool) -> Callable:
 
 
 @contextlib.contextmanager
-def _in_all_modules(value: Any, instead: Any) -> Iterator[None]:
+def in_all_modules(value: Any, instead: Any) -> Iterator[None]:
     """Exchange what modules have imported, or import meanwhile, under any name."""
 
     def exchange(old: Any, new: Any) -> None:

@@ -20,10 +20,12 @@ from zerofx.capture.step import CapturedStep
 from zerofx.checkpoint.barrier import Saving
 from zerofx.compat.fake_ranks import init_fake_group
 from zerofx.deferred.block import add_mode, never_made
+from zerofx.deferred.ledger import LEDGER
 from zerofx.devices import Device
 from zerofx.errors import CommandError
 from zerofx.options import environment
 from zerofx.planning.loading import headers_alone
+from zerofx.planning.saving import nothing_written
 from zerofx.planning.stand_in import answering_for, standing_in
 from zerofx.planning.stopped import Stopped, StoppedCall, stop
 
@@ -39,7 +41,7 @@ def call_of(
 
     It runs as rank 0 of so many, with the environment that torchrun would set.  A process group
     that it begins has no other ranks.  Parameters, and what is computed of them, are recorded and
-    not made; ``zerofx.save`` and the like do nothing.  All else that it does it does.  With a
+    not made; no checkpoint is written.  All else that it does it does.  With a
     ``device`` torch says that the machine has such ones, and the call is as if made on one.
 
     Raises: CommandError if it never gets there, or reads values of parameters, or trains, before.
@@ -59,6 +61,7 @@ def call_of(
             stop(function, step)
         except Stopped as stopped:
             found.append(stopped.call)
+            LEDGER.on_read = lambda _memory: refuse("it reads values after its first compiled call")
             raise
 
     @contextlib.contextmanager
@@ -75,6 +78,7 @@ def call_of(
             if device is not None:
                 patches.enter_context(standing_in(device))
             patches.enter_context(headers_alone(is_elsewhere=device is not None))
+            patches.enter_context(nothing_written())
             patches.enter_context(never_made(refuse))
             if device is not None:
                 add_mode(answering_for(device, ranks_of_node))
