@@ -269,6 +269,68 @@ def test_what_was_there_is_written_to_at_once():
     zerofx.materialize(late)
 
 
+@pytest.mark.parametrize("write", ["copy_", "bernoulli_"])
+def test_what_is_written_to_may_be_read_by_the_same_call(write):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(64))
+            with torch.no_grad():
+                getattr(self.weight, write)(self.weight)
+
+    assert check_exact(Tied).weight.any()
+
+
+def test_a_deferred_model_loads_its_own_parameters():
+    late = deferred(lambda: nn.Linear(4, 4))
+    late.load_state_dict(dict(late.named_parameters()))
+    zerofx.materialize(late)
+    torch.manual_seed(3)
+    assert torch.equal(late.weight, nn.Linear(4, 4).weight)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.BatchNorm1d(4),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.RReLU(), nn.Linear(4, 2)),
+    ],
+)
+def test_what_a_call_in_the_block_writes_beside_its_results(make):
+    """Running statistics, which the schema of a batch norm does not name."""
+
+    def called():
+        model = make()
+        with torch.no_grad():
+            model.register_buffer("out", model(torch.randn(8, 4)))
+            model.eval().register_buffer("last", model(torch.randn(8, 4)))
+        return model
+
+    state = check_exact(called).state_dict()
+    (mean,) = (value for name, value in state.items() if name.endswith("running_mean"))
+    assert mean.any()
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.rows = torch.arange(8.0).view(4, 2)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index] + torch.ones(2), self.rows
+
+
+def test_workers_of_a_loader_compute_what_they_send():
+    with zerofx.deferred_init():
+        dataset = Rows()
+        batches = list(torch.utils.data.DataLoader(dataset, 2, num_workers=1))
+    expected = torch.arange(8.0).view(4, 2)
+    assert torch.equal(torch.cat([rows for rows, _ in batches]), expected + 1)
+    assert all(torch.equal(whole, expected.expand(2, 4, 2)) for _, whole in batches)
+
+
 def test_parameters_in_one_memory_are_made_together():
     def make():
         flat = torch.randn(20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -85,9 +86,15 @@ _Deferred._special = {
 class Reads(TorchFunctionMode):
     """While it is active, ``numpy()`` and the like of a deferred tensor see what it holds now."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name in _READS and args and os.getpid() != self._process:
+            LEDGER.make(args[0])
         if name in _READS and args and (_is_deferred(args[0]) or _is_of_file(name, args[0])):
             return _READS[name](func, *args, **kwargs)
         return func(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ class Recorder(compat.scalars.DispatchMode):
     def __init__(self, exact: bool) -> None:
         super().__init__()
         self.exact = exact
+        self._process = os.getpid()
         # By their place; after the block nobody sees writes any more, and their versions tell.
         self._constants: dict[tuple[str, int], WeakSet[Constant]] = defaultdict(WeakSet)
 
@@ -52,6 +54,10 @@ class Recorder(compat.scalars.DispatchMode):
             return self._record(_Call(func, args, kwargs))
 
     def _record(self, call: _Call) -> Any:
+        if os.getpid() != self._process:  # a loader's worker, which sends what it computes
+            for tensor in call.deferred:
+                LEDGER.make(tensor)
+            return call.run()
         if not call.deferred:
             if call.returns_tensors and (not call.tensors or call.is_of_file):
                 return self._make(call)
@@ -122,6 +128,8 @@ class Recorder(compat.scalars.DispatchMode):
                 f"{call.op} writes to tensors made inside of deferred_init and to others at once, "
                 "which cannot be recorded. Do it one by one."
             )
+        if call.makes_tensors:
+            return self._make(call)
         with contextlib.suppress(*_NO_SHAPE):
             call.on_meta()  # for what is wrong with it
         self._add(call, made={})
@@ -182,9 +190,10 @@ class _Call:
     def __init__(self, op: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
         self.op, self.arguments, self.keywords = op, tuple(arguments), keywords
         self.name: str = op.overloadpacket.__name__
-        self.overwrites = self.name in _OVERWRITES
         self.leaves = list(leaves(arguments, keywords))
         self.tensors = [one for one in self.leaves if isinstance(one, Tensor)]
+        reads_it = len(set(map(id, self.tensors))) < len(self.tensors)  # p.copy_(p)
+        self.overwrites = self.name in _OVERWRITES and not reads_it
         self.deferred = [one for one in self.tensors if LEDGER.memory_of(one) is not None]
 
     def run(self) -> Any:
@@ -224,13 +233,21 @@ class _Call:
         schema = self.op._schema.arguments
         given = dict(zip((one.name for one in schema), self.arguments, strict=False))
         given |= self.keywords
-        written = (one.name for one in schema if one.alias_info and one.alias_info.is_write)
+        written = [one.name for one in schema if one.alias_info and one.alias_info.is_write]
+        if self.name in _OF_BATCH_NORMS and given.get("training"):
+            written += ["running_mean", "running_var"]
         values = [given.get(name) for name in written]
         return [one for one in leaves(values, {}) if isinstance(one, Tensor)]
 
     @property
     def returns_tensors(self) -> bool:
         return any("Tensor" in str(result.type) for result in self.op._schema.returns)
+
+    @property
+    def makes_tensors(self) -> bool:
+        """Return whether its results are new, and none is an argument that it has written to."""
+        results = self.op._schema.returns
+        return self.returns_tensors and not any(result.alias_info for result in results)
 
     @property
     def is_view(self) -> bool:
@@ -304,3 +321,6 @@ _OVERWRITES = frozenset(
     "bernoulli_".split()
 )
 """Whatever was there before does not matter to these."""
+
+_OF_BATCH_NORMS = frozenset("native_batch_norm cudnn_batch_norm miopen_batch_norm".split())
+"""These write to running statistics while training, which their schemas do not say."""

@@ -68,7 +68,9 @@ def _run(write: Write, storages: _Storages, given: Container[Memory]) -> None:
         fits = result.untyped_storage().nbytes() >= made.memory.nbytes
         if is_alike and fits and made.memory not in given:
             storages[made.memory] = result.untyped_storage()
-        else:
+        elif (
+            result.numel()
+        ):  # a batch norm that does not train has statistics on meta tensors alone
             made.over(storages[made.memory]).copy_(result)
 
 
