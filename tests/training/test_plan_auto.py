@@ -275,7 +275,8 @@ def test_it_is_never_predicted_slower_than_the_greedy_choice():
 
 
 def test_the_scripts_own_limit_is_the_plans():
-    assert planned(None, plan="auto", memory_limit=24_000_000).choice.limit == 24_000_000
+    options = {"plan": "auto", "memory_limit": 24_000_000, "offload": None}
+    assert planned(None, **options).choice.limit == 24_000_000
 
 
 @pytest.mark.slow(reason="every stage is planned twice")

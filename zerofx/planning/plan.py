@@ -18,7 +18,7 @@ from zerofx.errors import StepError
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
-from zerofx.options import Options, environment, named
+from zerofx.options import Options, named
 from zerofx.planning.stand_in import standing_in
 from zerofx.planning.stopped import StoppedCall, capture
 from zerofx.planning.tables import text_of
@@ -151,7 +151,7 @@ def plan_of(
 
     By these ``figures``, or those that options have, or those of the ``device``.
     """
-    memory_limit = memory_limit or choose(given).memory_limit
+    memory_limit = memory_limit or choose(given, call.environ).memory_limit
     if memory_limit is None and device is not None:
         memory_limit = device.memory_bytes
     source = figures, device
@@ -165,7 +165,7 @@ def plan_of(
     if forecasts and all(one.device_bytes > memory_limit for one in forecasts.values()):
         stage = min(forecasts, key=lambda name: forecasts[name].device_bytes)
         by_name = {_text(each): each for each in chosen}
-        of = {name: _options(given, axes, by_name[name]) for name in forecasts}
+        of = {name: _options(call, given, axes, by_name[name]) for name in forecasts}
         ranks = _ranks(axes, of[stage], source, call.makes_whole)
         on_ranks, fits = ranks_that_fit(call.step, ranks, [*of.values()], memory_limit)
         on_stage = next((name for name, options in of.items() if options is fits), None)
@@ -187,7 +187,7 @@ def _forecasts(
     for stage in stages:
         name = _text(stage)
         try:
-            options = _options(given, axes, stage)
+            options = _options(call, given, axes, stage)
             if options.stage > 0 and call.why_not_sharded:
                 raise StepError(call.why_not_sharded)
             ranks = _ranks(axes, options, source, call.makes_whole)
@@ -207,14 +207,14 @@ def _choice(
 ) -> Choice | str:
     """Return what ``plan="auto"`` chooses within a limit; in words why if it chooses nothing."""
     free = {"stage", "memory_budget", "plan"}
-    if "auto" in given.get("offload", ()):
+    if "auto" in (given.get("offload") or ()):
         free.add("offload")
     given = {name: value for name, value in given.items() if name not in free}
-    options = _options(given, axes, 3)
+    options = _options(call, given, axes, 3)
     search = Search(
         call.step,
         options,
-        named(given, environment()) - free,
+        named(given, call.environ) - free,
         _ranks(axes, options, source, call.makes_whole),
         limit,
         why_whole=call.why_not_sharded,
@@ -267,9 +267,11 @@ def _text(stage: int | Mapping[str, int]) -> str:
     return str(stage)
 
 
-def _options(given: Mapping[str, Any], axes: tuple[tuple[str, int], ...], stage: Any) -> Options:
+def _options(
+    call: StoppedCall, given: Mapping[str, Any], axes: tuple[tuple[str, int], ...], stage: Any
+) -> Options:
     stage = dict(stage) if isinstance(stage, Mapping) else stage
-    environ = {name: text for name, text in environment().items() if name not in _OF_PLANS}
+    environ = {name: text for name, text in call.environ.items() if name not in _OF_PLANS}
     given = {name: value for name, value in given.items() if name not in ("plan", "memory_limit")}
     return stopped(choose({**given, "stage": stage, "process_group": _group_of(axes)}, environ))
 

@@ -16,11 +16,12 @@ from zerofx.deferred.block import is_block_open
 from zerofx.deferred.ledger import LEDGER
 from zerofx.errors import StepError
 from zerofx.ir.parameters import ParameterTable
+from zerofx.options import environment
 
 
 @dataclass(frozen=True)
 class StoppedCall:
-    """A step as it was captured, and the options that its user gave.
+    """A step as it was captured, and the options that its user gave, there and in ``environ``.
 
     ``why_not_sharded`` says why stages from 1 on refuse it; empty if they do not.  ``optimizers``
     keeps them alive for as long as somebody plans.  ``makes_whole`` says that the script makes
@@ -31,6 +32,7 @@ class StoppedCall:
     step: CapturedStep
     options: Mapping[str, Any]
     why_not_sharded: str
+    environ: Mapping[str, str]
     optimizers: tuple[Any, ...]
     makes_whole: bool
 
@@ -58,8 +60,17 @@ def stop(function: CompiledFunction, step: CapturedStep) -> NoReturn:
     optimizers = tuple(map(substitutes.optimizer_of, step.optimizers))
     options = dict(function.user_options or {})
     whole = all(LEDGER.memory_of(tensor) is None for tensor in step.tensors)
-    call = StoppedCall(function.name, step, options, function.why_not_sharded, optimizers, whole)
-    raise Stopped(call)
+    raise Stopped(
+        StoppedCall(
+            function.name,
+            step,
+            options,
+            function.why_not_sharded,
+            dict(environment()),
+            optimizers,
+            whole,
+        )
+    )
 
 
 def capture(step: Callable, args: tuple, kwargs: Mapping[str, Any], options: Any) -> StoppedCall:
