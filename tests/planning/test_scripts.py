@@ -15,6 +15,7 @@ import zerofx
 import zerofx.__main__ as command_line
 from zerofx.backend import zero
 from zerofx.cost.traffic import size_text
+from zerofx.planning.plan import axes_of, plan_of
 from zerofx.planning.script import call_of
 
 SCRIPT = """
@@ -300,3 +301,60 @@ def test_a_mesh_that_is_no_mesh(mesh, capsys):
     with pytest.raises(SystemExit):
         command_line.main(["plan", "--sweep", "ranks=2", f"--mesh={mesh}", "train.py"])
     assert "NODESxRANKS" in capsys.readouterr().err
+
+
+def test_a_mesh_begins_the_process_group_itself(captured):
+    mesh = "torch.distributed.init_device_mesh('cpu', (2, 4), mesh_dim_names=('node', 'gpu'))"
+    before = torch.distributed.init_process_group
+    captured(SCRIPT.replace('dist.init_process_group("gloo")', f"mesh = {mesh}"))
+    assert torch.distributed.distributed_c10d.init_process_group is before
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["mp.spawn(main, nprocs=2)", "mp.start_processes(main, nprocs=2)", "spawn(main, nprocs=2)"],
+)
+def test_a_script_that_starts_its_ranks_itself_is_refused(planned, tmp_path, call):
+    code = f"""
+        import torch.multiprocessing as mp
+        from torch.multiprocessing import spawn
+
+        def main(rank):
+            open("trained", "w").close()
+
+        if __name__ == "__main__":
+            try:
+                {call}
+            except Exception:
+                pass
+        """
+    status, out, err = planned(code, "--ranks", "2")
+    assert status == 1 and f"'{call}': it starts processes of its own" in err, err
+    assert "as torchrun starts it" in err and not (tmp_path / "trained").exists()
+
+
+def test_options_that_a_script_puts_into_the_environment_are_planned(captured):
+    words = "os.environ['ZEROFX_OFFLOAD'] = 'optimizer'"
+    call = captured(SCRIPT.replace("import zerofx\n", f"import zerofx\n    {words}\n"))
+    assert "ZEROFX_OFFLOAD" not in os.environ
+    forecasts = plan_of(call, axes_of(8, None), call.options, [3]).forecasts
+    assert forecasts["3"].on_host > 0
+
+
+def test_runs_of_a_script_begin_alike(captured, tmp_path):
+    """With its own modules, folder and default dtype; and leave what others have imported."""
+    (tmp_path / "sizes.py").write_text("import os\nranks = int(os.environ['RANKS'])\n")
+    code = SCRIPT.replace(
+        "dist.init",
+        "import os, sizes\n    assert sizes.ranks == int(os.environ['RANKS'])\n"
+        "    assert torch.get_default_dtype() is torch.float32\n"
+        "    os.chdir('/'); torch.set_default_dtype(torch.bfloat16)\n    dist.init",
+        1,
+    ).replace(".float()", ".bfloat16()")
+    for ranks in ("2", "4"):
+        captured(
+            code.replace("import torch,", f"os.environ['RANKS'] = '{ranks}'\n    import torch,")
+        )
+        assert os.getcwd() == str(tmp_path) and torch.get_default_dtype() is torch.float32
+        assert "sizes" not in sys.modules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,9 @@ from types import FrameType
 from typing import Any, NoReturn
 from unittest import mock
 
+import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from zerofx.backend import CompiledFunction, Stop, zero
 from zerofx.capture.step import CapturedStep
@@ -24,7 +27,7 @@ from zerofx.deferred.ledger import LEDGER
 from zerofx.devices import Device
 from zerofx.errors import CommandError
 from zerofx.options import environment
-from zerofx.planning.loading import headers_alone
+from zerofx.planning.loading import headers_alone, in_all_modules
 from zerofx.planning.saving import nothing_written
 from zerofx.planning.stand_in import answering_for, standing_in
 from zerofx.planning.stopped import Stopped, StoppedCall, stop
@@ -52,9 +55,12 @@ def call_of(
     refused: list[str] = []
     deferring: list[str] = []
 
-    def refuse(what: str) -> NoReturn:
-        refused.append(f"{_line_of(script)}: {what}, and a plan never makes parameters. {_MOVE}")
+    def refuse(what: str, why: str = _MOVE) -> NoReturn:
+        refused.append(f"{_line_of(script)}: {what}, and a plan {why}")
         raise Refused(refused[-1])
+
+    def start_processes(*_args: Any, **_options: Any) -> NoReturn:
+        refuse("it starts processes of its own", _ONE_RANK)
 
     def note(function: CompiledFunction, step: CapturedStep) -> NoReturn:
         try:
@@ -72,6 +78,9 @@ def call_of(
     words = f"{script} has come to its end and called no zero-compiled function."
     try:
         with contextlib.ExitStack() as patches:
+            patches.enter_context(_left_as_it_was(script.resolve().parent))
+            started = torch.multiprocessing.start_processes
+            patches.enter_context(in_all_modules(started, start_processes))
             patches.enter_context(_as_rank_0(script, arguments, ranks, ranks_of_node, note))
             package = sys.modules["zerofx"]
             patches.enter_context(mock.patch.object(package, "deferred_init", deferred_init))
@@ -105,8 +114,14 @@ _NEEDED = (
 
 
 _MOVE = (
-    'Do it in the function that torch.compile(step, backend="zero") is given or behind its first '
-    "call, where a plan ends, or leave it out when it is planned."
+    'never makes parameters. Do it in the function that torch.compile(step, backend="zero") is '
+    "given or behind its first call, where a plan ends, or leave it out when it is planned."
+)
+
+
+_ONE_RANK = (
+    "is of one rank, in this process. Give a script that trains as torchrun starts it: with RANK "
+    "and WORLD_SIZE in its environment."
 )
 
 
@@ -146,6 +161,22 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
 
 
 @contextlib.contextmanager
+def _left_as_it_was(folder: Path) -> Iterator[None]:
+    """Forget a script's own modules, which another run imports anew; restore folder and dtype."""
+    before, cwd, dtype = set(sys.modules), Path.cwd(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        os.chdir(cwd)
+        torch.set_default_dtype(dtype)
+        for name in set(sys.modules) - before:
+            place = Path(getattr(sys.modules[name], "__file__", None) or "")
+            is_own = place.is_relative_to(folder) and "site-packages" not in place.parts
+            if is_own and name.partition(".")[0] not in before:
+                del sys.modules[name]
+
+
+@contextlib.contextmanager
 def _as_rank_0(
     script: Path, arguments: Sequence[str], ranks: int, ranks_of_node: int, on_step: Stop
 ) -> Iterator[None]:
@@ -172,7 +203,7 @@ def _as_rank_0(
             patch(mock.patch.dict(environment(), variables))
             patch(mock.patch.object(sys, "argv", [str(script), *arguments]))
             patch(mock.patch.object(sys, "path", [str(script.resolve().parent), *sys.path]))
-            patch(mock.patch.object(dist, "init_process_group", init_process_group))
+            patch(in_all_modules(original, init_process_group))
             for name, instead in _INSTEAD.items():
                 patch(mock.patch.object(package, name, instead))
             yield
