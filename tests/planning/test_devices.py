@@ -10,6 +10,7 @@ import torch
 import zerofx.__main__ as command_line
 from zerofx import plan
 from zerofx.devices import DEVICES, device_named
+from zerofx.planning.script import call_of
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,41 @@ def test_a_script_finds_the_device_that_it_is_planned_for(tmp_path, capsys):
     assert "NVIDIA H100" in out and "unmeasured" in out and ", fits" in out
     assert "node.bytes_per_s=4e+10" in out and "gpu.bytes_per_s=3.6e+11" in out
     assert answers == (torch.cuda.is_available, torch.cuda.device_count, torch.Tensor.pin_memory)
+
+
+@pytest.mark.slow(reason="a script is captured for each")
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "model.to(rank); rows = rows.to(rank); step(rows)",
+        "model.to(device=rank); rows = torch.ones(8, 32, device=rank); step(rows)",
+        "torch.set_default_device('cuda'); step(torch.ones(8, 32) @ torch.zeros(32, 32))",
+        "torch.set_default_device(torch.device(rank)); step(torch.ones(8, 32))",
+        "torch.set_default_device(torch.device('cuda', rank)); step(torch.ones(8, 32))",
+    ],
+)
+def test_a_number_names_a_device(tmp_path, lines):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent(f"""
+        import torch
+        rank, rows = 0, torch.ones(8, 32)
+        model = torch.nn.Linear(32, 32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def one(x):
+            y = model(x.to(rank)) + torch.zeros(32, device=rank)
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = torch.compile(one, backend="zero")
+        {lines}
+    """)
+    )
+    call = call_of(path, [], 8, 8, device_named("h100"))
+    assert {info.device for info in call.step.table} == {torch.device("cuda", 0)}
+    assert torch.get_default_device().type == "cpu" and torch.ones(1).device.type == "cpu"
 
 
 def one_step(model, optimizer, x):

@@ -39,15 +39,17 @@ def answering(answers: Mapping[Any, Mapping[str, Callable]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tracing_on_cpu(here: Callable[[Any], Any]) -> Iterator[None]:
-    """Have Dynamo trace calls with devices that ``here`` gives in place of those in the code."""
+def tracing_on_cpu(arguments_here: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Iterator[None]:
+    """Have Dynamo trace calls with arguments in place of those in the code.
+
+    ``arguments_here`` gives them, of a function or a method's name, and of those in the code.
+    """
     original = builder.get_fake_value
 
     def get_fake_value(node, *args, **kwargs):
         if node.op == "call_method" and node.target == "cuda":
             node.target, node.args, node.kwargs = "to", (node.args[0], "cpu"), {}
-        given = node.args, dict(node.kwargs)
-        node.args, node.kwargs = fx.node.map_aggregate(given, here)
+        node.args, node.kwargs = arguments_here(node.target, node.args, dict(node.kwargs))
         return original(node, *args, **kwargs)
 
     with mock.patch.object(builder, "get_fake_value", get_fake_value):

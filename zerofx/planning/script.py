@@ -162,13 +162,15 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def _left_as_it_was(folder: Path) -> Iterator[None]:
-    """Forget a script's own modules, which another run imports anew; restore folder and dtype."""
-    before, cwd, dtype = set(sys.modules), Path.cwd(), torch.get_default_dtype()
+    """Forget a script's own modules, for another run to import; restore folder and defaults."""
+    before, cwd = set(sys.modules), Path.cwd()
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
     try:
         yield
     finally:
         os.chdir(cwd)
         torch.set_default_dtype(dtype)
+        torch.set_default_device(None if device.type == "cpu" else device)
         for name in set(sys.modules) - before:
             place = Path(getattr(sys.modules[name], "__file__", None) or "")
             is_own = place.is_relative_to(folder) and "site-packages" not in place.parts

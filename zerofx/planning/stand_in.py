@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,16 +25,32 @@ def here(value: Any) -> Any:
     return value
 
 
+_DEVICE_AT = {"to": 1, "_parse_to": 0, "device": 0}
+"""The position of the device among the arguments of functions that are given one there."""
+
+
+def arguments_here(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return a call's arguments with the CPU in the place of each device, or of its number."""
+    positional = list(map(here, args))
+    named = {name: here(value) for name, value in kwargs.items()}
+    at = _DEVICE_AT.get(func if isinstance(func, str) else getattr(func, "__name__", ""))
+    if at is not None and at < len(args) and type(args[at]) is int:
+        positional[at] = "cpu"
+    if type(named.get("device")) is int:
+        named["device"] = "cpu"
+    return tuple(positional), named
+
+
 class OnCpu(TorchFunctionMode):
     """While it is active, what a script makes on its accelerator or moves there is on the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = {name: here(value) for name, value in (kwargs or {}).items()}
+        args, kwargs = arguments_here(func, args, kwargs or {})
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         if func is torch.Tensor.cuda:
             return args[0]
-        return func(*map(here, args), **kwargs)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -45,7 +61,7 @@ def standing_in(device: Device) -> Iterator[None]:
         return
     autocast, scaler = torch.autocast, torch.amp.GradScaler
     with (
-        compat.other_device.tracing_on_cpu(here),
+        compat.other_device.tracing_on_cpu(arguments_here),
         mock.patch.object(autocast, "__init__", _autocast(autocast.__init__)),
         mock.patch.object(scaler, "__init__", _scaler(scaler.__init__)),
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor),
