@@ -119,3 +119,27 @@ def test_groups_are_tried_apart():
     infos = {id(parameter): Info() for parameter in model.parameters()}
     found = bytes_of_states(optimizer, infos, Precision())
     assert found == {id(model.weight): 4.0, id(model.bias): 0.0}
+
+
+class EightBit(torch.optim.SGD):
+    """Keeps states of one byte for large tensors, as bitsandbytes does."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            kind = torch.uint8 if parameter.numel() >= 4096 else torch.float32
+            self.state[parameter]["state1"] = torch.zeros_like(parameter, dtype=kind)
+
+
+def test_states_that_are_small_of_large_tensors_are_counted_so():
+    model = nn.Linear(64, 64)
+    optimizer = EightBit(model.parameters(), lr=0.1)
+
+    class Info:
+        dtype = torch.float32
+
+        def __init__(self, numel):
+            self.numel = numel
+
+    infos = {id(parameter): Info(parameter.numel()) for parameter in model.parameters()}
+    found = bytes_of_states(optimizer, infos, Precision())
+    assert found == {id(model.weight): 1.0, id(model.bias): 4.0}

@@ -6,6 +6,7 @@ then all of the next one's, so that one kernel takes them as they lie in memory.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -286,7 +287,8 @@ class StatePlaces:
                     state[name] = value.cpu()  # a number
 
 
-_SHAPE = (4, 4)
+_SMALL, _LARGE = (4, 4), (64, 64)
+"""A step is tried on these: optimizers with 8-bit states have them from 4,096 elements on."""
 
 
 def states_to_come(
@@ -298,11 +300,11 @@ def states_to_come(
     """Return what the optimizer keeps of so many elements, by the ``id`` of the parameter.
 
     ``infos`` are the parameters that count, by ``id`` too.  States that there are decide; else the
-    optimizer's own step runs once on a copy with one small tensor for each group and dtype.
+    optimizer's own step runs once on a copy with one small tensor for each group, dtype and shape.
     Parameters are left out for which that step fails.
     """
     storage = StateStorage(precision, type(optimizer).__name__)
-    made: dict[tuple[int, torch.dtype], Mapping[str, Any] | None] = {}
+    made: dict[tuple[Any, ...], Mapping[str, Any] | None] = {}
     found: dict[int, Kept] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -315,12 +317,14 @@ def states_to_come(
                 like = max(tensors, key=Tensor.numel)
             else:
                 compute = precision.compute_dtype(info.dtype)
-                if (number, compute) not in made:
-                    made[number, compute] = states_after_a_step(optimizer, number, _SHAPE, compute)
-                states = made[number, compute]
+                shape = _LARGE if info.numel >= math.prod(_LARGE) else _SMALL
+                trial = number, shape, compute
+                if trial not in made:
+                    made[trial] = states_after_a_step(optimizer, *trial)
+                states = made[trial]
                 if states is None:
                     continue
-                kept, like = states, torch.empty(_SHAPE, device="meta")
+                kept, like = states, torch.empty(shape, device="meta")
             found[id(parameter)] = storage.kept(kept, like, numels[id(parameter)], info)
     return found
 
