@@ -121,38 +121,40 @@ def test_what_else_the_script_does_changes_nothing(planned, before, after):
     assert status == 0 and "gpu:3,node:1" in out
 
 
+SAVES = [
+    "torch.save({'model': model.state_dict()}, 'a.pt')",
+    "torch.save(torch.load('a.pt'), 'a.pt')",
+    "torch.save(kept, 'a.pt')",
+    "torch.serialization.save(model.state_dict(), 'a.pt')",
+    "save_file(model.state_dict(), 'a.safetensors')",
+    "safetensors.torch.save_model(model, 'a.safetensors')",
+    "dcp.save({'kept': torch.ones(3)}, checkpoint_id='a')",
+    "dcp.async_save({'model': model.state_dict()}, checkpoint_id='a').result()",
+]
+
+
 @pytest.mark.parametrize(
-    "lines",
+    "before, after",
     [
-        "torch.save({'model': model.state_dict()}, 'a.pt')",
-        "torch.save(torch.load('a.pt'), 'a.pt')",
-        "torch.save(kept, 'a.pt')",
-        "torch.serialization.save(model.state_dict(), 'a.pt')",
-        "save_file(model.state_dict(), 'a.safetensors')",
-        "safetensors.torch.save_model(model, 'a.safetensors')",
-        "dcp.save({'kept': torch.ones(3)}, checkpoint_id='a')",
-        "dcp.async_save({'model': model.state_dict()}, checkpoint_id='a').result()",
+        ("\ndef step", "\n".join(["", *SAVES, "", "def step"])),
+        *(("except Exception:", f"finally:\n    {line}") for line in SAVES),
     ],
 )
-@pytest.mark.parametrize("at", ["before", "end"])
-def test_no_checkpoint_of_it_is_written(captured, tmp_path, lines, at):
+def test_no_checkpoint_of_it_is_written(captured, tmp_path, before, after):
     """Neither before its first compiled call nor by what it does when it is ended there."""
     st = pytest.importorskip("safetensors.torch")
     (tmp_path / "a").mkdir()
     torch.save({"kept": torch.arange(6.0)}, tmp_path / "a.pt")
     st.save_file({"kept": torch.arange(6.0)}, tmp_path / "a.safetensors")
-    before = {path: path.read_bytes() for path in tmp_path.glob("a.*")}
-    code = textwrap.dedent(SCRIPT).replace(
+    held = {path: path.read_bytes() for path in tmp_path.glob("a.*")}
+    code = textwrap.dedent(SCRIPT).replace(before, after)
+    code = code.replace(
         "import zerofx",
         "import zerofx, safetensors.torch\nimport torch.distributed.checkpoint as dcp\n"
         "from safetensors.torch import save_file\nkept = torch.load('a.pt')",
     )
-    if at == "end":
-        code = code.replace("except Exception:", f"finally:\n    {lines}")
-    else:
-        code = code.replace("\ndef step", f"\n{lines}\n\ndef step")
     captured(code)
-    assert {path: path.read_bytes() for path in tmp_path.glob("a.*")} == before
+    assert {path: path.read_bytes() for path in tmp_path.glob("a.*")} == held
     assert not list((tmp_path / "a").iterdir())
 
 
@@ -358,3 +360,19 @@ def test_runs_of_a_script_begin_alike(captured, tmp_path):
         )
         assert os.getcwd() == str(tmp_path) and torch.get_default_dtype() is torch.float32
         assert "sizes" not in sys.modules
+
+
+def test_a_module_of_a_package_is_planned(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    (tmp_path / "mine" / "sizes.py").write_text("num_rows = 4")
+    code = textwrap.dedent(SCRIPT).replace("import zerofx", "import zerofx\nfrom . import sizes")
+    (tmp_path / "mine" / "train.py").write_text(code)
+    words = ["plan", "--ranks", "4", "-m", "mine.train", "64"]
+    assert command_line.main(words) == 0
+    assert "step on 4 rank(s)" in capsys.readouterr().out and "mine" not in sys.modules
+    code = code.replace("\ndef step", "\nprint(model[0].weight)\n\ndef step")
+    (tmp_path / "mine" / "train.py").write_text(code)
+    assert command_line.main(words) == 1
+    assert "train.py, line " in capsys.readouterr().err

@@ -77,6 +77,9 @@ def add_to(subparsers: Any) -> None:
         metavar="FILE",
         help="print two such files beside each other, and run nothing",
     )
+    parser.add_argument(
+        "-m", action="store_true", dest="is_module", help="the script is a module's name"
+    )
     parser.add_argument("script", type=Path, nargs="?", help="the training script, unchanged")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
     parser.set_defaults(run=run)
@@ -159,7 +162,8 @@ def _plan(
         raise CommandError(f"--hardware {chosen.hardware}: {error}") from None
     if call is None:
         ranks = math.prod(size for _, size in axes)
-        call = call_of(chosen.script, chosen.arguments, ranks, ranks_of_node(axes), device)
+        given = chosen.script, chosen.arguments, ranks, ranks_of_node(axes), device
+        call = call_of(*given, is_module=chosen.is_module)
     elif device is not None:
         call = call.on_device(device.kind)
     limit = None if chosen.memory_limit is None else int(chosen.memory_limit * 2**30)

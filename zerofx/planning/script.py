@@ -39,18 +39,24 @@ def call_of(
     ranks: int,
     ranks_of_node: int,
     device: Device | None = None,
+    *,
+    is_module: bool = False,
 ) -> StoppedCall:
     """Run a script until it calls a zero-compiled function; return that call.
 
     It runs as rank 0 of so many, with the environment that torchrun would set.  A process group
     that it begins has no other ranks.  Parameters, and what is computed of them, are recorded and
-    not made; no checkpoint is written.  All else that it does it does.  With a
-    ``device`` torch says that the machine has such ones, and the call is as if made on one.
+    not made; no checkpoint is written.  All else that it does it does.  With a ``device`` torch
+    says that the machine has such ones, and the call is as if made on one.  If it ``is_module``,
+    ``script`` is a module's name, as ``python -m`` takes it.
 
     Raises: CommandError if it never gets there, or reads values of parameters, or trains, before.
     """
-    if not script.is_file():
-        raise CommandError(f"{script} is no file: give the training script, as to torchrun")
+    if not script.is_file() and not is_module:
+        raise CommandError(
+            f"{script} is no file: give the training script, as to torchrun, or a module behind -m"
+        )
+    folder = Path.cwd() if is_module else script.resolve().parent
     found: list[StoppedCall] = []
     refused: list[str] = []
     deferring: list[str] = []
@@ -78,10 +84,12 @@ def call_of(
     words = f"{script} has come to its end and called no zero-compiled function."
     try:
         with contextlib.ExitStack() as patches:
-            patches.enter_context(_left_as_it_was(script.resolve().parent))
+            patches.enter_context(_left_as_it_was(folder))
             started = torch.multiprocessing.start_processes
             patches.enter_context(in_all_modules(started, start_processes))
-            patches.enter_context(_as_rank_0(script, arguments, ranks, ranks_of_node, note))
+            patches.enter_context(_as_rank_0(ranks, ranks_of_node, note))
+            patches.enter_context(mock.patch.object(sys, "argv", [str(script), *arguments]))
+            patches.enter_context(mock.patch.object(sys, "path", [str(folder), *sys.path]))
             package = sys.modules["zerofx"]
             patches.enter_context(mock.patch.object(package, "deferred_init", deferred_init))
             if device is not None:
@@ -91,7 +99,10 @@ def call_of(
             patches.enter_context(never_made(refuse))
             if device is not None:
                 add_mode(answering_for(device, ranks_of_node))
-            runpy.run_path(str(script), run_name="__main__")
+            if is_module:
+                runpy.run_module(str(script), run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(script), run_name="__main__")
     except KeyboardInterrupt:
         raise
     except SystemExit as ended:
@@ -133,9 +144,10 @@ def _line_of(script: Path) -> str:
     """Return where a script is: its file's name, the line and what is written there."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename == str(script):
-            line = linecache.getline(str(script), frame.f_lineno).strip()
-            return f"{script.name}, line {frame.f_lineno}, {line!r}"
+        if frame.f_globals.get("__name__") == "__main__":
+            path = frame.f_code.co_filename
+            line = linecache.getline(path, frame.f_lineno).strip()
+            return f"{Path(path).name}, line {frame.f_lineno}, {line!r}"
         frame = frame.f_back
     return script.name
 
@@ -179,9 +191,7 @@ def _left_as_it_was(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_rank_0(
-    script: Path, arguments: Sequence[str], ranks: int, ranks_of_node: int, on_step: Stop
-) -> Iterator[None]:
+def _as_rank_0(ranks: int, ranks_of_node: int, on_step: Stop) -> Iterator[None]:
     """Let a script see itself as rank 0 under torchrun, and stop it at its first compiled call."""
     variables = {
         "RANK": "0",
@@ -203,8 +213,6 @@ def _as_rank_0(
         with contextlib.ExitStack() as patches:
             patch = patches.enter_context
             patch(mock.patch.dict(environment(), variables))
-            patch(mock.patch.object(sys, "argv", [str(script), *arguments]))
-            patch(mock.patch.object(sys, "path", [str(script.resolve().parent), *sys.path]))
             patch(in_all_modules(original, init_process_group))
             for name, instead in _INSTEAD.items():
                 patch(mock.patch.object(package, name, instead))
