@@ -68,9 +68,7 @@ def _run(write: Write, storages: _Storages, given: Container[Memory]) -> None:
         fits = result.untyped_storage().nbytes() >= made.memory.nbytes
         if is_alike and fits and made.memory not in given:
             storages[made.memory] = result.untyped_storage()
-        elif (
-            result.numel()
-        ):  # a batch norm that does not train has statistics on meta tensors alone
+        elif result.numel():  # statistics of a norm that does not train are none, but on meta
             made.over(storages[made.memory]).copy_(result)
 
 
