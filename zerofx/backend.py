@@ -126,7 +126,6 @@ class CompiledFunction:
         self.first_call = FirstCall(0.0)  # or the last call that has compiled
         self.copies = Copies(REGISTRY.host)
         self.delayed = DelayedUpdates()
-        self.turns = Turns()
         self.called_with: tuple[tuple[Any, ...], dict[str, Any]] | None = (
             None  # if it may lack data
         )
@@ -186,9 +185,9 @@ class CompiledFunction:
                 lambda message: explained(message, wrappers.words()), RECOMPILE_LIMIT
             )
 
-    def called(self) -> None:
+    def called(self, options: Options) -> None:
         """Note that a call has gone through: a rank without data may do so again."""
-        if self.options is not None and self.options.may_lack_data:
+        if options.may_lack_data:
             self.called_with = self.calling_with
         self.calling_with = None
 
@@ -205,16 +204,19 @@ class CompiledFunction:
                 "a rank without data is not expected: give the compiled step the option "
                 'uneven=True (ZEROFX_UNEVEN=1), or loss="global", on all ranks.'
             )
-        again = given or self.called_with
-        if again is None:
+        if given is None:
+            given = self.called_with
+            step = getattr(step, "__func__", step)  # a method was called with its object
+        if given is None:
             raise StepError(NO_CALL)
-        arguments, by_name = copied_containers(again)
+        arguments, by_name = copied_containers(given)
+        turns = self.backend.turns
         try:
-            with self.turns.without_data():
+            with turns.without_data():
                 step(*arguments, **by_name)
         except NoDataAnywhere:
             return 0
-        return self.turns.ranks_with_data
+        return turns.ranks_with_data
 
     @without_collections()
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable:
@@ -526,6 +528,7 @@ class ZeroBackend:
     def __init__(self, stop: Stop | None = None) -> None:
         self.stop = stop
         self.numbers = itertools.count()
+        self.turns = Turns()  # torch may have a function run the program of another one like it
         compat.tracing.forward_call_context()
         self.active = threading.local()
         self.functions: weakref.WeakSet[CompiledFunction] = weakref.WeakSet()

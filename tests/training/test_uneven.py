@@ -239,6 +239,45 @@ def test_what_no_backend_of_ours_has_compiled_is_refused():
         zerofx.no_data(print)
 
 
+def test_a_function_that_is_compiled_anew_may_stop_too():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def compiled_anew():
+        def step(x):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+        options = {"lowering": "eager", "uneven": True, "stage": 0}
+        return torch.compile(step, backend="zero", options=options)
+
+    x = torch.ones(1, 2)
+    for _ in range(2):  # torch has the second run the first one's program
+        step = compiled_anew()
+        step(x)
+        before = model.bias.tolist()
+        assert zerofx.no_data(step) == zerofx.no_data(step, x) == 0
+        assert model.bias.tolist() == before
+
+
+def test_a_compiled_method_may_stop():
+    class Trainer:
+        def __init__(self):
+            self.model = nn.Linear(2, 1)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+        @torch.compile(backend="zero", options={"lowering": "eager", "uneven": True})
+        def step(self, x):
+            self.optimizer.zero_grad()
+            self.model(x).sum().backward()
+            self.optimizer.step()
+
+    trainer, x = Trainer(), torch.ones(1, 2)
+    trainer.step(x)
+    assert zerofx.no_data(trainer.step) == zerofx.no_data(trainer.step, x) == 0
+
+
 @pytest.mark.slow(reason="ranks compile and train")
 def test_of_two_steps_from_one_function_it_is_the_right_one(ranks):  # noqa: F811
     assert ranks(2).run(step_two_models) == [(True, True)] * 2

@@ -158,7 +158,7 @@ class Program:
                 ProgramSetup(
                     options,
                     self.function.copies,
-                    self.function.turns,
+                    self.function.backend.turns,
                     in_place=[node.args[2] for node in nodes if node.target is ops.write_back],
                     joins_updates=self.lowered.has_run("merge_updates"),
                     open_files=self._open_files,
@@ -200,10 +200,11 @@ class Program:
         return REGISTRY.files.open(FileOptions(*given, ranks))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        self.function.backend.active.has_run = True  # it may be a call of a function like its own
+        active = self.function.backend.active  # it may be a call of a function like its own
+        active.has_run = True
         if self.runtime is not None:
             results = self._run(self.runtime, inputs)
-            self.function.called()
+            active.function.called(self.options)
             return results
         # Updates are traced as they will be in later calls.
         with compat.tensors.without_dispatch_modes(), self.first_call.part("taking charge"):
@@ -211,7 +212,7 @@ class Program:
         return_freed_memory()
         with self.first_call.part("running"):
             results = self._run(self.runtime, inputs)
-        self.function.called()
+        active.function.called(self.options)
         return_freed_memory()
         if self.dump and self.dump.folder is not None:
             self.dump.write_file(EXPLANATION, explanation(self, with_seconds=False) + "\n")

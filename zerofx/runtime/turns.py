@@ -15,7 +15,7 @@ class NoDataAnywhere(BaseException):  # noqa: N818 - no error, and nobody's hand
 
 
 class Turns:
-    """Whether this rank has data in a call of one function, and how many ranks have."""
+    """Whether this rank has data in the call under way, and how many ranks have."""
 
     def __init__(self) -> None:
         self._with_data = True
