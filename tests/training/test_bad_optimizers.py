@@ -357,6 +357,105 @@ def test_setting_a_learning_rate_inside_the_step_is_refused_and_leaves_the_optim
     )
 
 
+class Nudged(torch.optim.SGD):
+    """Reads an attribute of its own at every step, in a method of its own."""
+
+    nudge = 0.0
+
+    def nudged(self, lr):
+        return lr + self.nudge
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * self.nudged(group["lr"]))
+
+
+def copies_a_rate(model, optimizer, groups):
+    groups[0]["lr"].copy_(torch.tensor(0.5))
+
+
+def scales_a_rate_in_a_view(model, optimizer, groups):
+    groups[0]["lr"].view(-1).mul_(0.5)
+
+
+def assigns_a_rate_elsewhere(model, optimizer, groups):
+    groups[0]["lr"] = 0.5
+
+
+def sets_what_its_step_reads(model, optimizer, groups):
+    optimizer.nudge = 0.5
+
+
+def scales_a_moment(model, optimizer, groups):
+    optimizer.state[model.head.weight]["momentum_buffer"].mul_(0.5)
+
+
+def replaces_a_moment(model, optimizer, groups):
+    state = optimizer.state[model.head.weight]
+    state["momentum_buffer"] = torch.zeros_like(state["momentum_buffer"])
+
+
+def momentum(parameters, lr):
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("write", "make"),
+    (
+        (copies_a_rate, torch.optim.AdamW),
+        (scales_a_rate_in_a_view, torch.optim.AdamW),
+        (assigns_a_rate_elsewhere, torch.optim.AdamW),
+        (sets_what_its_step_reads, Nudged),
+        (scales_a_moment, momentum),
+        (replaces_a_moment, momentum),
+    ),
+)
+def test_writing_what_an_update_reads_before_it_is_refused(write, make):
+    def step(model, optimizer, x, y, groups):
+        squared_loss(model, x, y).backward()
+        with torch.no_grad():
+            write(model, optimizer, groups)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = Mlp()
+    optimizer = make(model.parameters(), lr=torch.tensor(0.1))
+    good_step(model, optimizer, *BATCH)
+    with pytest.raises(StepError, match="sets a hyperparameter or a state .* before the call"):
+        zero(step, 0)(model, optimizer, *BATCH, optimizer.param_groups)
+
+
+def test_what_no_update_reads_may_be_written_before_it_and_rates_after_it():
+    class Noting(torch.optim.SGD):
+        notes = 0
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.norm = torch.zeros(())
+
+    def step(model, optimizer, x, y):
+        loss = squared_loss(model, x, y)
+        loss.backward()
+        with torch.no_grad():
+            optimizer.notes += 1
+            optimizer.norm.add_(model.head.weight.grad.norm())
+            optimizer.step()
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+        optimizer.zero_grad()
+        return loss
+
+    found = []
+    for compiled in (step, zero(step, 0)):
+        torch.manual_seed(0)
+        model = Mlp()
+        optimizer = Noting(model.parameters(), lr=torch.tensor(0.1))
+        losses = [compiled(model, optimizer, *BATCH).detach() for _ in range(3)]
+        found.append((losses, optimizer.notes, optimizer.norm, optimizer.param_groups[0]["lr"]))
+    torch.testing.assert_close(*found)
+
+
 class RemembersInList(torch.optim.Optimizer):
     """Keeps its last two gradients in a list, one state."""
 

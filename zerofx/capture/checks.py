@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +46,7 @@ def check_step(step: StepCapture) -> None:
                 "compiled step. Remove them, and do their work on p.grad after backward()."
             )
     _check_memory_is_own(step)
-    written = [readable(name) for name in compat.dynamo.modified_sources()]
-    if any("param_groups" in name and ".params[" not in name for name in written):
-        raise StepError(
-            "the step sets a hyperparameter in optimizer.param_groups, but Python's writes "
-            "happen after the compiled program, which has updated with the old value by then. "
-            "Set it before the call, or call a learning-rate scheduler after it."
-        )
+    _check_writes(step)
     if step.mesh.world_size > 1:
         _check_plain_tensors(step)
     for node in step.gm.graph.nodes:
@@ -71,9 +66,48 @@ def check_step(step: StepCapture) -> None:
                 "an embedding with sparse=True makes sparse gradients, which cannot be "
                 f"averaged or sharded. Use sparse=False.{_location(node)}"
             )
-        if node.target is ops.optimizer_step.overloadpacket or node.target is ops.optimizer_step:
+        if _is_update(node):
             _check_optimizer(step, node)
     _check_results(step)
+
+
+def _check_writes(step: StepCapture) -> None:
+    """Refuse what is written before an update that reads it when it runs.
+
+    Python's writes, and those to tensors that the program is given, happen after the program.
+    """
+    attributes = compat.dynamo.modified_objects()
+    written = set(attributes)
+    inputs: defaultdict[int | None, set[int]] = defaultdict(set)
+    for node, value in zip(step.placeholders, step.inputs, strict=True):
+        inputs[_fake_memory(node)].add(id(value))
+    inputs.pop(None, None)  # no tensors
+    for node in step.gm.graph.nodes:
+        written.update(*(inputs.get(_fake_memory(operand), ()) for operand in _written(node)))
+        if not _is_update(node):
+            continue
+        optimizer = substitutes.optimizer_of(node.args[2])
+        names = substitutes.attributes_of_step(optimizer)
+        if attributes.get(id(optimizer), set()) & names or written & _read_by(optimizer, names):
+            raise StepError(
+                f"the step sets a hyperparameter or a state of {type(optimizer).__name__}, but this "
+                "happens after the compiled program, which has updated with the old value by then. "
+                "Set it before the call, or call a learning-rate scheduler after it."
+                f"{_location(node)}"
+            )
+
+
+def _read_by(optimizer: torch.optim.Optimizer, names: set[str]) -> set[int]:
+    """Return the ids of the objects that an update reads when it runs, but for parameters."""
+    own = [value for name, value in vars(optimizer).items() if name in names]
+    groups, states = optimizer.param_groups, list(optimizer.state.values())
+    inner = [item for one in (*groups, *states) if isinstance(one, dict) for item in one.values()]
+    return set(map(id, (groups, *groups, *states, *inner, *own)))
+
+
+def _fake_memory(node: fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def _check_differentiated_again(call: fx.Node) -> None:
@@ -231,11 +265,10 @@ def refuse_reads_of_states(gm: fx.GraphModule, inputs: Sequence[Any], stage: int
     """
     if stage > 0:
         _refuse_values(inputs)
-    steps = (ops.optimizer_step, ops.optimizer_step.overloadpacket)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     given = dict(zip(placeholders, inputs, strict=True))
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in steps:
+        if _is_update(node):
             parameters = [given[operand] for operand in node.args[0] if operand in given]
             _refuse_looks(substitutes.optimizer_of(node.args[2]), parameters)
 
@@ -277,6 +310,10 @@ def _address(tensor: torch.Tensor) -> int | tuple[str, int]:
     """Return the address of a tensor's memory; of one without, the identity of its storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() if storage.nbytes() else ("no memory", storage._cdata)
+
+
+def _is_update(node: fx.Node) -> bool:
+    return node.target in (ops.optimizer_step, ops.optimizer_step.overloadpacket)
 
 
 def is_backward_call(node: fx.Node) -> bool:

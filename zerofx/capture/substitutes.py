@@ -8,6 +8,7 @@ the optimizer's hyperparameters when the program runs, so that none is baked in 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable
@@ -55,6 +56,20 @@ def known_optimizers() -> list[torch.optim.Optimizer]:
 def optimizer_of(handle: int) -> torch.optim.Optimizer:
     """The optimizer behind a handle.  Raises: KeyError once it has been deleted."""
     return _optimizers[handle]
+
+
+def attributes_of_step(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the names of all attributes that its step, and the methods that it calls, look up."""
+    names: set[str] = set()
+    methods = {"step"}
+    while methods:
+        name = methods.pop()
+        for base in type(optimizer).__mro__:
+            method: Any = inspect.unwrap(vars(base).get(name, base))
+            looked_up = set(method.__code__.co_names) if hasattr(method, "__code__") else set()
+            methods |= looked_up - names
+            names |= looked_up
+    return names
 
 
 # ``self.__dict__["param_groups"]``: the attribute itself makes Dynamo guard every

@@ -112,18 +112,14 @@ def source_name(placeholder: torch.fx.Node) -> str:
     return getattr(source, "name", placeholder.name)
 
 
-def modified_sources() -> list[str]:
-    """Dynamo's expressions for the objects that the function being compiled writes to.
-
-    Objects that it builds itself have none: their ``TempLocalSource`` refuses to be named.
-    """
-    side_effects = InstructionTranslator.current_tx().output.side_effects
-    names = []
-    for variable in side_effects.id_to_variable.values():
-        if variable.source is not None and side_effects.is_modified(variable):
-            with contextlib.suppress(NotImplementedError):
-                names.append(variable.source.name)
-    return names
+def modified_objects() -> dict[int, set[str]]:
+    """The objects that the function being compiled writes to, by id; which attributes of each."""
+    effects = InstructionTranslator.current_tx().output.side_effects
+    return {
+        address: set(effects.store_attr_mutations.get(variable, ()))
+        for address, variable in effects.id_to_variable.items()
+        if effects.is_modified(variable)
+    }
 
 
 def owners_looked_into(attribute: str) -> list[Any]:
