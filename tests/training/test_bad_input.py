@@ -1022,6 +1022,33 @@ def sets_a_row(data):
     data[0] = 0.1
 
 
+def clamps_detached(weight):
+    weight.detach().clamp_(-0.1, 0.1)
+
+
+def clamps_a_view(weight):
+    weight.data.view(-1).clamp_(-0.1, 0.1)
+
+
+def clears_a_row(weight):
+    weight.data[0].zero_()
+
+
+@pytest.mark.parametrize("write", [clamps_detached, clamps_a_view, clears_a_row])
+def test_writing_a_parameter_past_autograd_is_refused(write):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model(x).square().mean().backward()
+        write(model.weight)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.raises(StepError, match=r"writes to 'model.weight'.*under torch\.no_grad\(\)"):
+        torch.compile(step, backend="zero")(torch.ones(2, 3))
+
+
 @pytest.mark.parametrize("write", [multiplies, subtracts, sets_a_row])
 def test_writing_a_parameter_through_data_is_refused(write):
     model = torch.nn.Linear(3, 2)

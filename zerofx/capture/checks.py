@@ -90,9 +90,9 @@ def _check_writes(step: StepCapture) -> None:
         names = substitutes.attributes_of_step(optimizer)
         if attributes.get(id(optimizer), set()) & names or written & _read_by(optimizer, names):
             raise StepError(
-                f"the step sets a hyperparameter or a state of {type(optimizer).__name__}, but this "
-                "happens after the compiled program, which has updated with the old value by then. "
-                "Set it before the call, or call a learning-rate scheduler after it."
+                f"the step sets a hyperparameter or a state of {type(optimizer).__name__}, but "
+                "this happens after the compiled program, which has updated with the old value by "
+                "then. Set it before the call, or call a learning-rate scheduler after it."
                 f"{_location(node)}"
             )
 

@@ -228,6 +228,16 @@ class StepCapture:
                 "of them. Pass a clone() of one."
             )
 
+    def _check_written(self, constants: int) -> None:
+        """Refuse what the program would not write to itself, but give back to be written."""
+        for position in compat.aot.inputs_written_around():
+            source = readable(compat.dynamo.source_name(self.placeholders[position - constants]))
+            raise StepError(
+                f"the step writes to {source!r}, which requires a gradient, in place through "
+                ".detach() or .data, which is no write of the program's. Write to it itself "
+                "under torch.no_grad()."
+            )
+
     def lower(
         self, compiler: Callable[[CapturedStep], Callable], is_kept: bool = False
     ) -> Callable:
@@ -256,6 +266,7 @@ class StepCapture:
             nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
             constants = len(nodes) - len(self.roles)  # inputs that tracing lifted out of the code
             self._check_positions(nodes[constants:] if constants >= 0 else [])
+            self._check_written(constants)
             all_roles = (InputRole("other"),) * constants + self.roles
             for node, role in zip(nodes, all_roles, strict=True):
                 set_input_role(node, role)

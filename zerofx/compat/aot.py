@@ -198,6 +198,13 @@ def without_autocast() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return torch._C._DisableAutocast if is_cast else contextlib.nullcontext
 
 
+def inputs_written_around() -> list[int]:
+    """Return which inputs AOTAutograd itself writes to after the program that it has compiled."""
+    metadata = TracingContext.get().fw_metadata
+    assert metadata is not None, "while AOTAutograd calls the compiler"
+    return list(metadata.mutated_inp_runtime_indices)
+
+
 def around() -> Around | None:
     """Return what AOTAutograd does around the program that it is having compiled.
 
