@@ -15,10 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from zerofx import compat
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.trace.independence import check_ignores_loss, clears_gradients
+from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.wrappers import refuse_for_scaler
 
@@ -148,9 +150,13 @@ def _prepare_scale_at(address: int) -> bool:
     scaler = _object_at(address)
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
-    if "_zerofx_found_inf" not in scaler.__dict__:
-        scaler._zerofx_found_inf = {}
     return True
+
+
+@torch.compiler.assume_constant_result
+def _refuse_second(method: str) -> bool:
+    words = f"{method}() has already been called on this optimizer since the last update()."
+    raise compat.dynamo.pass_through_dynamo(StepError(words))
 
 
 def scale(self, outputs):
@@ -168,11 +174,9 @@ def unscale_(self, optimizer):
     if not self._enabled:
         return
     _prepare_scale_at(id(self))
-    handle = handle_of(optimizer)
-    if handle in self._zerofx_found_inf:
-        raise RuntimeError(
-            "unscale_() has already been called on this optimizer since the last update()."
-        )
+    handle_of(optimizer)
+    if id(optimizer) in self._per_optimizer_states:
+        _refuse_second("unscale_")
     parameters = _parameters_with_gradients(optimizer)
     with torch.no_grad():
         inverse = self._scale.double().reciprocal().float()
@@ -181,7 +185,10 @@ def unscale_(self, optimizer):
             finite.append(parameter.grad.isfinite().all())
             parameter.grad.mul_(inverse.to(parameter.grad.device))
         found_inf = torch.stack(finite).all().logical_not().float().reshape(1)
-    self._zerofx_found_inf[handle] = found_inf
+    self._per_optimizer_states[id(optimizer)] = {
+        "stage": OptState.UNSCALED,
+        "found_inf_per_device": {found_inf.device: found_inf},
+    }
 
 
 def scaler_step(self, optimizer, *args, **kwargs):
@@ -191,10 +198,14 @@ def scaler_step(self, optimizer, *args, **kwargs):
     if "closure" in kwargs or args:
         raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
     _prepare_scale_at(id(self))
-    handle = handle_of(optimizer)
-    if handle not in self._zerofx_found_inf:
+    if id(optimizer) not in self._per_optimizer_states:
         unscale_(self, optimizer)
-    _update(optimizer, self._zerofx_found_inf[handle])
+    state = self._per_optimizer_states[id(optimizer)]
+    if state["stage"] is OptState.STEPPED:
+        _refuse_second("step")
+    (found_inf,) = state["found_inf_per_device"].values()
+    _update(optimizer, found_inf)
+    state["stage"] = OptState.STEPPED
     return None
 
 
@@ -210,8 +221,9 @@ def update(self, new_scale=None):
                 self._scale.fill_(new_scale)
         else:
             found_inf = torch.zeros_like(self._scale).reshape(1)
-            for found in self._zerofx_found_inf.values():
-                found_inf = found_inf + found.to(found_inf.device)
+            for state in self._per_optimizer_states.values():
+                for found in state["found_inf_per_device"].values():
+                    found_inf = found_inf + found.to(found_inf.device)
             torch.ops.aten._amp_update_scale_(
                 self._scale,
                 self._growth_tracker,
@@ -220,7 +232,7 @@ def update(self, new_scale=None):
                 self._backoff_factor,
                 self._growth_interval,
             )
-    self._zerofx_found_inf = {}
+    self._per_optimizer_states.clear()
 
 
 SUBSTITUTES: dict[type | str, dict[str, Callable[..., Any]]] = {

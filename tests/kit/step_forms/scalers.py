@@ -117,3 +117,21 @@ def two_scalers(zero):
     return Training(
         call, pair, optimizers, extra=lambda: [scaler.state_dict() for scaler in scalers]
     )
+
+
+@form(batch=overflowing)
+def scaler_updated_after_the_call(zero):
+    @zero
+    def step(model, optimizer, scaler, *batch):
+        loss = squared_loss(model, *batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        return loss
+
+    def step_and_update(model, optimizer, scaler, *batch):
+        loss = step(model, optimizer, scaler, *batch)
+        scaler.update()
+        return loss
+
+    return with_scaler(lambda whole: whole, step_and_update, scaler_of())
