@@ -220,6 +220,41 @@ def test_a_scaler_that_is_given_a_wrapper_is_refused(method):
     assert not optimizer.state
 
 
+@pytest.mark.parametrize("method", ("step", "unscale_"))
+def test_a_scaler_that_has_not_been_updated_refuses_the_next_call(method):
+    model, optimizer = built()
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(x):
+        scaler.scale(model(x).sum()).backward()
+        getattr(scaler, method)(optimizer)
+
+    compiled = zero(step, 0)
+    compiled(features(0, 4)[0])
+    words = rf"{method}\(\) has already been called on this optimizer since the last update"
+    with pytest.raises(StepError, match=words):
+        compiled(features(1, 4)[0])
+    scaler.update()
+    compiled(features(1, 4)[0])
+
+
+def test_what_objects_have_in_the_place_of_their_classes_methods_is_called():
+    model, optimizer = built()
+    scaler, calls = torch.amp.GradScaler("cpu"), []
+    scaler.update = lambda: calls.append("update")
+    optimizer.zero_grad = lambda: calls.append("zero_grad")
+
+    def step(x):
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    zero(step, 0)(features(0, 4)[0])
+    assert calls == ["update", "zero_grad"]
+    assert model.weight.grad is not None
+
+
 class Prints(EverySecond):
     def step(self, closure=None):
         print(self.calls)

@@ -249,7 +249,8 @@ def _function_for(
     if isinstance(owner, str):
         return substitute
     if owner is not torch.optim.Optimizer or attribute != "step":
-        is_overridden = getattr(type(value), attribute) is not getattr(owner, attribute)
+        is_own = attribute in vars(value)
+        is_overridden = is_own or getattr(type(value), attribute) is not getattr(owner, attribute)
         return None if is_overridden else substitute
     own = type(value).step
     instead = vars(value).get("step", own)
