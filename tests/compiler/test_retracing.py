@@ -193,3 +193,23 @@ def test_a_program_whose_parts_come_from_caches_is_agreed_on(lowering, ranks):  
     for met, programs in ranks(2).run(compile_again, {"lowering": lowering}):
         assert met == [1, 1, 1]
         assert programs == [1, 1, 1]
+
+
+def test_a_hook_that_is_added_after_the_first_call_runs_until_it_is_removed():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    compiled = torch.compile(step, backend="zero", options={"lowering": "eager", "stage": 0})
+    x = torch.ones(1, 3)
+    compiled(x)
+    hook = model[0].register_forward_hook(lambda module, inputs, result: result * 0.0)
+    assert compiled(x) == 0
+    hook.remove()
+    assert compiled(x) != 0

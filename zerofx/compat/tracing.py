@@ -104,6 +104,7 @@ def whole_step_tracing(
             torch._dynamo.config.patch(
                 trace_autograd_ops=True,
                 allow_rnn=True,
+                skip_nnmodule_hook_guards=False,  # a hook that is added later has to run
                 ignore_logging_functions=_logging_functions(),
             )
         )
