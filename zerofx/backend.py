@@ -458,32 +458,32 @@ class CompiledFunction:
         """Read the environment and find the ranks, once per function."""
         if self.options is not None:
             return
-        self.options = stopped(choose(self.user_options))
-        if not self.options.may_lack_data:
+        options = stopped(choose(self.user_options))
+        if not options.may_lack_data:
             self.calling_with = None
-        if (self.options.lowering, self.options.start, device.type) == (
+        if (options.lowering, options.start, device.type) == (
             "inductor",
             "compiled",
             "cpu",
         ):
             compat.inductor.import_inductor()
             compat.inductor.prepare_beside()
-        is_used = self.options.stage == 3 or self.options.offload
-        if self.options.memory_budget is not None and not is_used:
+        is_used = options.stage == 3 or options.offload
+        if options.memory_budget is not None and not is_used:
             logger.warning(
                 "memory_budget decides what stays gathered at stage 3; stage %d ignores it.",
-                self.options.stage,
+                options.stage,
             )
-        group = self.options.process_group
+        group = options.process_group
         if group is None:
             group = default_group(environment(), device)
         self._group = group
-        self.communicator = Communicator.of(group, self.options.stage_outside)
+        self.communicator = Communicator.of(group, options.stage_outside)
         self.code = compat.dynamo.code_being_compiled()
         self.name = f"{self.code.co_name}{self.number}"
         group = self.communicator.group
         for part in self.communicator.parts():
-            if part.group is not None and not self.options.peer_memory:
+            if part.group is not None and not options.peer_memory:
                 PeerMemory.decline(part.group)
         self.agreement = Agreement(
             compat.tensors.agreement_store(group) if group is not None else None,
@@ -493,6 +493,7 @@ class CompiledFunction:
             # Ranks that cannot read this one's memory wait for the process group's timeout.
             end_step=lambda: self.communicator.abandon(),
         )
+        self.options = options  # last: a call after one that fails here begins anew
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

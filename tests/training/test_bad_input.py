@@ -434,6 +434,19 @@ def test_the_same_function_compiles_once_its_fault_is_gone():
     assert compiled(model, optimizer, *BATCH).item() == expected.item()
 
 
+def test_a_call_after_one_that_found_no_ranks_finds_them():
+    torch.manual_seed(0)
+    model = Mlp()
+    compiled, optimizer = zero(good_step), sgd(model)
+    with (
+        mock.patch.object(backend.Communicator, "of", side_effect=RuntimeError("no store")),
+        pytest.raises(RuntimeError, match="no store"),
+    ):
+        compiled(model, optimizer, *BATCH)
+    expected = good_step(other := copy.deepcopy(model), sgd(other), *BATCH)
+    assert compiled(model, optimizer, *BATCH).item() == expected.item()
+
+
 def test_a_gradient_dropped_after_an_augmented_assignment_is_dropped():
     # Dynamo alone takes what ``p -= ...`` assigns for another tensor than the parameter.
     def step(model, x, y):
