@@ -333,3 +333,22 @@ def test_regions_and_updates_that_run_together_have_the_name_of_their_first(tmp_
     updates = {name for name, of in operators.items() if of == "zerofx.update"}
     assert len(updates) == 4
     assert names & updates == {"update_2_bias", "update_0_bias"}  # each first of its bucket
+
+
+def test_a_compiled_module_is_explained_and_ranged():
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = torch.nn.Linear(2, 1)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+        def forward(self, x):
+            self.model(x).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    step = torch.compile(Step(), backend="zero", options={"lowering": "eager", "stage": 0})
+    step(torch.ones(1, 2))
+    assert "passes" in zerofx.explain(step)
+    with named_ranges(step):
+        step(torch.ones(1, 2))
