@@ -140,6 +140,30 @@ def test_a_view_of_a_parameter_in_an_object_is_refused(stage):
         zero(step, stage)(Mlp(), *BATCH)
 
 
+def row(gradient):
+    return gradient[0]
+
+
+def detached(gradient):
+    return gradient.detach()
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+@pytest.mark.parametrize("look", (row, detached))
+def test_a_view_of_a_gradient_that_came_in_is_returned_as_a_copy(look, stage):
+    def update(model, optimizer):
+        looked = look(model.head.weight.grad)
+        optimizer.step()
+        return looked
+
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    squared_loss(other := copy.deepcopy(model), *BATCH).backward()
+    zero(lambda model, x, y: squared_loss(model, x, y).backward(), stage)(model, *BATCH)
+    found = zero(update, stage)(model, optimizer)
+    torch.testing.assert_close(found, look(other.head.weight.grad))
+
+
 def test_an_object_with_a_value_to_differentiate_is_refused():
     with pytest.raises(StepError, match="a value to differentiate, and has no backward"):
         zero(lambda model, x, y: wrapped(squared_loss(model, x, y)))(Mlp(), *BATCH)

@@ -80,10 +80,10 @@ def _check_writes(step: StepCapture) -> None:
     written = set(attributes)
     inputs: defaultdict[int | None, set[int]] = defaultdict(set)
     for node, value in zip(step.placeholders, step.inputs, strict=True):
-        inputs[_fake_memory(node)].add(id(value))
+        inputs[fake_memory(node)].add(id(value))
     inputs.pop(None, None)  # no tensors
     for node in step.gm.graph.nodes:
-        written.update(*(inputs.get(_fake_memory(operand), ()) for operand in _written(node)))
+        written.update(*(inputs.get(fake_memory(operand), ()) for operand in _written(node)))
         if not _is_update(node):
             continue
         optimizer = substitutes.optimizer_of(node.args[2])
@@ -105,7 +105,8 @@ def _read_by(optimizer: torch.optim.Optimizer, names: set[str]) -> set[int]:
     return set(map(id, (groups, *groups, *states, *inner, *own)))
 
 
-def _fake_memory(node: fx.Node) -> int | None:
+def fake_memory(node: fx.Node) -> int | None:
+    """Return what the memory of a node's tensor goes by; None of what is no tensor."""
     value = node.meta.get("example_value")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 

@@ -23,6 +23,7 @@ from zerofx.capture.batch_norm import spread_batch_norms
 from zerofx.capture.checks import (
     argument,
     check_step,
+    fake_memory,
     gradients_from,
     is_backward_call,
     readable,
@@ -114,6 +115,7 @@ class StepCapture:
             spread_batch_norms(gm, options.may_lack_data)
         self._mark_gradients()
         self.gradient_outputs = self._find_gradient_outputs()
+        self._copy_views_of_gradients()
         _detach_outputs(gm)
         gm.recompile()
 
@@ -185,6 +187,24 @@ class StepCapture:
         return {
             position: index_of[owner] for position, owner in owners.items() if owner in index_of
         }
+
+    def _copy_views_of_gradients(self) -> None:
+        """Return copies where results are views of gradients, which are kept as shards."""
+        output = self.gm.graph.output_node()
+        roles = zip(self.placeholders, self.roles, strict=True)
+        gradients = {node for node, role in roles if role.kind == "gradient"}
+        gradients |= {output.args[0][position] for position in self.gradient_outputs}
+        memory = {fake_memory(node) for node in gradients} - {None}
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node in gradients or fake_memory(node) not in memory:
+                return node
+            with self.gm.graph.inserting_before(output):
+                copy = self.gm.graph.call_method("clone", (node,))
+            copy.meta = {**node.meta, "example_value": node.meta["example_value"].clone()}
+            return copy
+
+        output.args = fx.node.map_arg(output.args, copied)
 
     def _key(self) -> str:
         """Return what stands for all that lowering depends on; empty if there is no such text."""
