@@ -25,7 +25,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit import models
-from tests.kit.covering import only
+from tests.kit.covering import nightly, only
 from tests.kit.ranks import ranks_fixture, start  # noqa: F401
 from tests.kit.step_forms.form import FORMS, step_with
 from tests.kit.step_forms.training import built, rank_and_world_size, run, state_of, zero
@@ -108,7 +108,7 @@ NOT_KEPT = (
         [name for name in FORMS if not FORMS[name].only_exhaustive],
     ),
 )
-@pytest.mark.parametrize("stage", (0, 1, 3))
+@pytest.mark.parametrize("stage", (nightly(0), nightly(1), 3))
 def test_the_next_start_captures_nothing_and_trains_alike(name, stage):
     without = started(train_form, name, stage, is_kept=False)
     cold, warm = (started(train_form, name, stage) for _ in range(2))

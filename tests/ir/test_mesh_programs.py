@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.kit.covering import each_pair
 from tests.kit.programs import (
     capture,
     clone,
@@ -109,10 +110,12 @@ def test_operators_along_the_only_axis_do_not_name_it():
     assert "node" not in "".join(schedule(program.gm, program.table, stage=3))
 
 
-@pytest.mark.parametrize("num_batches", (1, 2))
-@pytest.mark.parametrize("axes", (NODES, (("node", 2), ("gpu", 3)), (("node", 3), ("gpu", 1))))
-@pytest.mark.parametrize("stage, outer_stage", PAIRS)
-def test_computes_bitwise_what_one_axis_does(stage, outer_stage, axes, num_batches):
+@pytest.mark.parametrize(
+    ("stages", "axes", "num_batches"),
+    each_pair(PAIRS, (NODES, (("node", 2), ("gpu", 3)), (("node", 3), ("gpu", 1))), (1, 2)),
+)
+def test_computes_bitwise_what_one_axis_does(stages, axes, num_batches):
+    stage, outer_stage = stages
     meshed = step_on(axes, num_batches, outer_stage)
     flat = step_on((("data", meshed.world_size),), num_batches)
     wanted = execute(rewritten_by_rank(flat, stage=stage), integer_inputs(flat))
@@ -146,10 +149,12 @@ def test_bytes_along_each_axis_are_the_formulas(stage, outer_stage, num_batches)
     assert wire_bytes(program.gm, 6).total == inner.total + outer.total
 
 
-@pytest.mark.parametrize("updates", (False, True))
-@pytest.mark.parametrize("axes", (NODES, (("node", 3), ("gpu", 2))))
-@pytest.mark.parametrize("stage, outer_stage", PAIRS[2:])
-def test_adds_up_over_calls_bitwise_as_one_axis_does(stage, outer_stage, axes, updates):
+@pytest.mark.parametrize(
+    ("stages", "axes", "updates"),
+    each_pair(PAIRS[2:], (NODES, (("node", 3), ("gpu", 2))), (False, True)),
+)
+def test_adds_up_over_calls_bitwise_as_one_axis_does(stages, axes, updates):
+    stage, outer_stage = stages
     meshed = one_of_several_calls(axes, outer_stage, updates)
     flat = one_of_several_calls((("data", meshed.world_size),), 0, updates)
     wanted = execute(rewritten_by_rank(flat, stage=stage), integer_inputs(flat))

@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.kit import programs
 from tests.kit.coded_reductions import AXES, NODES, by_the_formula, wide_mlp
+from tests.kit.covering import each_value
 from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
@@ -52,11 +53,16 @@ def test_computes_the_formula(code, stage, monkeypatch):
     assert_is_the_formula(captured, monkeypatch, {"data": code}, ["data"], stage=stage, **options)
 
 
-@pytest.mark.parametrize("stage, outer_stage", [(1, 0), (3, 0), (2, 1), (3, 3)])
 @pytest.mark.parametrize(
-    "codes", ({"node": "int4"}, {"gpu": "int8", "node": "int4"}, {"gpu": "int4"}), ids=str
+    ("codes", "stages"),
+    each_value(
+        ({"node": "int4"}, {"gpu": "int8", "node": "int4"}, {"gpu": "int4"}),
+        [(1, 0), (3, 0), (2, 1), (3, 3)],
+    ),
+    ids=str,
 )
-def test_each_axis_of_a_mesh_keeps_its_own(stage, outer_stage, codes, monkeypatch):
+def test_each_axis_of_a_mesh_keeps_its_own(codes, stages, monkeypatch):
+    stage, outer_stage = stages
     captured = wide_mlp(axes=NODES, outer_stage=outer_stage, num_steps=2)
     options = on(codes, stage=stage)
     assert_is_the_formula(captured, monkeypatch, codes, codes, **options)

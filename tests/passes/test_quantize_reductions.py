@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.ir.test_mesh_programs import PAIRS, step_on
 from tests.kit.coded_reductions import AXES, NODES, by_the_formula, wide_mlp
+from tests.kit.covering import each_value
 from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
@@ -150,16 +151,23 @@ WIRES = [
 ]
 
 
-@pytest.mark.parametrize("codes", WIRES, ids=str)
-@pytest.mark.parametrize("stage, outer_stage", [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (3, 3)])
-def test_each_axis_of_a_mesh_has_its_own(stage, outer_stage, codes, monkeypatch):
+@pytest.mark.parametrize(
+    ("codes", "stages"),
+    each_value(WIRES, [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (3, 3)]),
+    ids=str,
+)
+def test_each_axis_of_a_mesh_has_its_own(codes, stages, monkeypatch):
+    stage, outer_stage = stages
     captured = wide_mlp(axes=NODES, outer_stage=outer_stage)
     found = coded(captured, stage=stage, reduce_wire=codes, process_group=AXES)
     assert_same_numerics(by_the_formula(captured, monkeypatch, codes, stage=stage), found)
 
 
-@pytest.mark.parametrize("axes", [(("node", 3), ("gpu", 2)), (("node", 2), ("gpu", 1))], ids=str)
-@pytest.mark.parametrize("outer_stage", (0, 1, 2, 3))
+@pytest.mark.parametrize(
+    ("axes", "outer_stage"),
+    each_value([(("node", 3), ("gpu", 2)), (("node", 2), ("gpu", 1))], (0, 1, 2, 3)),
+    ids=str,
+)
 def test_shards_that_nodes_do_not_divide_are_filled_up(axes, outer_stage, monkeypatch):
     captured = wide_mlp(axes=axes, outer_stage=outer_stage)
     codes = {"gpu": "int8", "node": "int8"} if axes[1][1] > 1 else {"node": "int8"}

@@ -23,7 +23,7 @@ from torch._dynamo.exc import Unsupported
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit import models
-from tests.kit.covering import first, only
+from tests.kit.covering import each_value, first, only
 from tests.kit.models import Mlp, squared_loss
 from tests.kit.ranks import Ranks, ranks_fixture, start  # noqa: F401
 from tests.kit.refusals import BATCH, assert_untouched, good_step, sgd, values, words, zero
@@ -605,8 +605,7 @@ CHANGES_NOTHING = {
 }
 
 
-@pytest.mark.parametrize("stage", (1, 3))
-@pytest.mark.parametrize("name", CHANGES_NOTHING)
+@pytest.mark.parametrize(("name", "stage"), each_value(CHANGES_NOTHING, (1, 3)))
 def test_a_conversion_that_changes_nothing_is_none(name, stage):
     """As Lightning moves a model to the CPU at the end, where it has been all the time."""
     model, optimizer, step = bound(stage)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
+from tests.kit.covering import nightly, only
 from tests.kit.losses import (
     CLASSES,
     GIVEN,
@@ -38,7 +39,8 @@ from tests.kit.losses import (
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.errors import StepError
 
-QUICK = ("cross_entropy", "masked_with_epsilon", "normalised_weights", "per_sequence", "mse")
+QUICK = ("cross_entropy", "masked_with_epsilon", "mse")
+OF_EACH_REASON = list({words: form for form, (_, words) in REFUSED.items()}.values())
 
 
 @pytest.mark.parametrize("form", QUICK)
@@ -68,7 +70,7 @@ def test_whatever_the_ranks_and_micro_batches(  # noqa: F811
         check(found, expected)
 
 
-@pytest.mark.parametrize("micro_batches", (1, 2))
+@pytest.mark.parametrize("micro_batches", (nightly(1), 2))
 @pytest.mark.slow(reason="ranks compile and train")
 def test_a_rank_may_have_nothing_that_counts(ranks, micro_batches):  # noqa: F811
     arguments = micro_batches, True, True
@@ -91,7 +93,7 @@ def test_by_rank_it_would_be_another_training(ranks):  # noqa: F811
     assert abs(losses[1] - expected[1]) > 1e-3
 
 
-@pytest.mark.parametrize("form", REFUSED)
+@pytest.mark.parametrize("form", only(OF_EACH_REASON, REFUSED))
 def test_what_is_no_mean_is_refused_with_its_line(form):
     with pytest.raises(StepError, match=REFUSED[form][1]) as caught:
         train(form, [[batch_of(0)]], {"stage": 0, "loss": "global"})
