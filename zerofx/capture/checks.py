@@ -106,9 +106,14 @@ def _read_by(optimizer: torch.optim.Optimizer, names: set[str]) -> set[int]:
 
 
 def fake_memory(node: fx.Node) -> int | None:
-    """Return what the memory of a node's tensor goes by; None of what is no tensor."""
+    """Return what the memory of a node's tensor goes by; None if it has none of its own."""
     value = node.meta.get("example_value")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return compat.tensors.storage_key(value)
+    except NotImplementedError:  # a sparse tensor, or one in a program that vmap runs
+        return None
 
 
 def _check_differentiated_again(call: fx.Node) -> None:
