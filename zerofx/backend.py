@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import itertools
 import logging
 import os
@@ -204,9 +205,10 @@ class CompiledFunction:
                 "a rank without data is not expected: give the compiled step the option "
                 'uneven=True (ZEROFX_UNEVEN=1), or loss="global", on all ranks.'
             )
-        if given is None:
-            given = self.called_with
-            step = getattr(step, "__func__", step)  # a method was called with its object
+        if given is None and self.called_with is not None:
+            arguments, by_name = self.called_with
+            is_method = inspect.ismethod(step)  # then it was called with its object
+            given = arguments[1:] if is_method else arguments, by_name
         if given is None:
             raise StepError(NO_CALL)
         arguments, by_name = copied_containers(given)

@@ -110,9 +110,9 @@ def _ranging(step: Callable, on_run: Callable[[Program], None]) -> Iterator[None
 def _programs(step: Callable, *, have_run: bool) -> list[Program]:
     """Return what is compiled for a step, or what of that has run."""
     code = getattr(getattr(step, "_torchdynamo_orig_callable", None), "__code__", None)
-    if code is None and (function := zero.function_called_by(step)) is not None:  # of a module
-        code = function.code
     functions = [known for known in zero.functions if code is not None and known.code is code]
+    if code is None and (function := zero.function_called_by(step)) is not None:  # of a module
+        functions = [function]
     compiled = (program for function in functions for program in function.programs)
     programs = [one for one in compiled if one.runtime is not None or not have_run]
     if not programs:

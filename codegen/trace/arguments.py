@@ -204,11 +204,12 @@ def constants(values: Mapping[str, Any]) -> tuple:
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The attributes that are the optimizer's own: not what every optimizer has."""
-    return {
-        name: value
-        for name, value in optimizer.__dict__.items()
-        if name not in _OF_EVERY_OPTIMIZER and not name.startswith("_optimizer_")
-    }
+    return {name: value for name, value in optimizer.__dict__.items() if is_own(name)}
+
+
+def is_own(attribute: str) -> bool:
+    """Return whether not every optimizer has such an attribute."""
+    return attribute not in _OF_EVERY_OPTIMIZER and not attribute.startswith("_optimizer_")
 
 
 _OF_EVERY_OPTIMIZER = {

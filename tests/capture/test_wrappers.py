@@ -231,7 +231,7 @@ def test_a_scaler_that_has_not_been_updated_refuses_the_next_call(method):
 
     compiled = zero(step, 0)
     compiled(features(0, 4)[0])
-    words = rf"{method}\(\) has already been called on this optimizer since the last update"
+    words = rf"{method}\(\) has already been called .*since the last update"
     with pytest.raises(StepError, match=words):
         compiled(features(1, 4)[0])
     scaler.update()

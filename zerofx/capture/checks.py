@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.capture import substitutes
+from zerofx.codegen.trace.arguments import is_own, own_attributes
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.source import source_line
@@ -72,9 +74,9 @@ def check_step(step: StepCapture) -> None:
 
 
 def _check_writes(step: StepCapture) -> None:
-    """Refuse what is written before an update that reads it when it runs.
+    """Refuse writes to what an update reads when it runs: they happen after the program.
 
-    Python's writes, and those to tensors that the program is given, happen after the program.
+    Python's are refused wherever they are, those to tensors before the update.
     """
     attributes = compat.dynamo.modified_objects()
     written = set(attributes)
@@ -87,8 +89,10 @@ def _check_writes(step: StepCapture) -> None:
         if not _is_update(node):
             continue
         optimizer = substitutes.optimizer_of(node.args[2])
-        names = substitutes.attributes_of_step(optimizer)
-        if attributes.get(id(optimizer), set()) & names or written & _read_by(optimizer, names):
+        assigned = attributes.get(id(optimizer), set())
+        is_read = not assigned.isdisjoint(("param_groups", "state"))
+        is_read |= _has_methods_of_its_own(optimizer) and any(map(is_own, assigned))
+        if is_read or written & _read_by(optimizer):
             raise StepError(
                 f"the step sets a hyperparameter or a state of {type(optimizer).__name__}, but "
                 "this happens after the compiled program, which has updated with the old value by "
@@ -97,9 +101,20 @@ def _check_writes(step: StepCapture) -> None:
             )
 
 
-def _read_by(optimizer: torch.optim.Optimizer, names: set[str]) -> set[int]:
-    """Return the ids of the objects that an update reads when it runs, but for parameters."""
-    own = [value for name, value in vars(optimizer).items() if name in names]
+def _has_methods_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its class has methods that torch's have not, which may read its attributes."""
+    return any(
+        inspect.isroutine(value) or isinstance(value, property)
+        for base in type(optimizer).__mro__[:-1]
+        if not base.__module__.startswith("torch.optim.")
+        for name, value in vars(base).items()
+        if name != "__init__"
+    )
+
+
+def _read_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ids of the objects that an update may read when it runs, but for parameters."""
+    own = own_attributes(optimizer).values() if _has_methods_of_its_own(optimizer) else ()
     groups, states = optimizer.param_groups, list(optimizer.state.values())
     inner = [item for one in (*groups, *states) if isinstance(one, dict) for item in one.values()]
     return set(map(id, (groups, *groups, *states, *inner, *own)))

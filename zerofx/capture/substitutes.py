@@ -8,11 +8,10 @@ the optimizer's hyperparameters when the program runs, so that none is baked in 
 from __future__ import annotations
 
 import ctypes
-import inspect
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -58,20 +57,6 @@ def known_optimizers() -> list[torch.optim.Optimizer]:
 def optimizer_of(handle: int) -> torch.optim.Optimizer:
     """The optimizer behind a handle.  Raises: KeyError once it has been deleted."""
     return _optimizers[handle]
-
-
-def attributes_of_step(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the names of all attributes that its step, and the methods that it calls, look up."""
-    names: set[str] = set()
-    methods = {"step"}
-    while methods:
-        name = methods.pop()
-        for base in type(optimizer).__mro__:
-            method: Any = inspect.unwrap(vars(base).get(name, base))
-            looked_up = set(method.__code__.co_names) if hasattr(method, "__code__") else set()
-            methods |= looked_up - names
-            names |= looked_up
-    return names
 
 
 # ``self.__dict__["param_groups"]``: the attribute itself makes Dynamo guard every
@@ -154,9 +139,13 @@ def _prepare_scale_at(address: int) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _refuse_second(method: str) -> bool:
-    words = f"{method}() has already been called on this optimizer since the last update()."
+def _refuse(words: str) -> NoReturn:
     raise compat.dynamo.pass_through_dynamo(StepError(words))
+
+
+def _stage(self, optimizer):
+    state = self._per_optimizer_states.get(id(optimizer))
+    return OptState.READY if state is None else state["stage"]
 
 
 def scale(self, outputs):
@@ -174,9 +163,12 @@ def unscale_(self, optimizer):
     if not self._enabled:
         return
     _prepare_scale_at(id(self))
-    handle_of(optimizer)
-    if id(optimizer) in self._per_optimizer_states:
-        _refuse_second("unscale_")
+    handle_of(optimizer)  # which refuses some
+    stage = _stage(self, optimizer)
+    if stage is OptState.UNSCALED:
+        _refuse("unscale_() has already been called on this optimizer since the last update().")
+    if stage is OptState.STEPPED:
+        _refuse("unscale_() is being called after step().")
     parameters = _parameters_with_gradients(optimizer)
     with torch.no_grad():
         inverse = self._scale.double().reciprocal().float()
@@ -198,11 +190,12 @@ def scaler_step(self, optimizer, *args, **kwargs):
     if "closure" in kwargs or args:
         raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
     _prepare_scale_at(id(self))
-    if id(optimizer) not in self._per_optimizer_states:
+    stage = _stage(self, optimizer)
+    if stage is OptState.STEPPED:
+        _refuse("step() has already been called since the last update().")
+    if stage is OptState.READY:
         unscale_(self, optimizer)
     state = self._per_optimizer_states[id(optimizer)]
-    if state["stage"] is OptState.STEPPED:
-        _refuse_second("step")
     (found_inf,) = state["found_inf_per_device"].values()
     _update(optimizer, found_inf)
     state["stage"] = OptState.STEPPED

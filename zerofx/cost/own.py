@@ -161,13 +161,13 @@ def _measured(calls: Mapping[Hashable, fx.Node], tried: _Tried) -> dict[Hashable
             try:
                 with torch.profiler.record_function(name := f"{_RANGE}{number}"):
                     result = node.target(*args, **kwargs)
+                made = result if isinstance(result, tuple | list) else (result,)
+                layouts = tuple(map(_layout, made))
             except (RuntimeError, IndexError, TypeError, ValueError):
                 continue  # zeros are no such values as it needs
             ran[name] = call
-            results[call] = tuple(
-                map(_layout, result if isinstance(result, tuple | list) else (result,))
-            )
-            del result
+            results[call] = layouts
+            del result, made
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     times = [at for at, _ in changes]

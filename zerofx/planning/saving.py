@@ -48,10 +48,22 @@ def nothing_written() -> Iterator[None]:
         place = place_of(f)
         return copy.deepcopy(saved[place]) if place in saved else load(f, *args, **options)
 
+    def moving(move: Callable) -> Callable:
+        @functools.wraps(move)
+        def move_kept(source, target, **options):
+            place = place_of(source)
+            if place not in saved:
+                return move(source, target, **options)
+            saved[os.path.realpath(target)] = saved.pop(place)
+
+        return move_kept
+
     with contextlib.ExitStack() as patches:
         patch = patches.enter_context
         patch(in_all_modules(save, keep))
         patch(mock.patch.object(torch, "load", load_kept))
+        for move in (os.replace, os.rename):
+            patch(mock.patch.object(os, move.__name__, moving(move)))
         patch(in_all_modules(dcp.save, _dropping(dcp.save, lambda: None)))
         patch(in_all_modules(dcp.async_save, _dropping(dcp.async_save, _done)))
         if importlib.util.find_spec("safetensors") is not None:

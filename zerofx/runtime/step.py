@@ -226,6 +226,12 @@ class StepRuntime:
         inputs.clear()
         try:
             self._begin_call(values)
+        except BaseException:
+            if self.communicates:  # other ranks wait
+                self.communicator.abandon()
+            self._end_call()
+            raise
+        try:
             with self.turns.kept_without(values[at] for at in self.written_of_batch):
                 results = self._run(values)
         except NoDataAnywhere:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -14,8 +15,8 @@ class NoDataAnywhere(BaseException):  # noqa: N818 - no error, and nobody's hand
     """No rank has data: the call ends, and nothing has changed."""
 
 
-class Turns:
-    """Whether this rank has data in the call under way, and how many ranks have."""
+class Turns(threading.local):
+    """Knows whether this rank has data in the call under way in a thread, and how many have."""
 
     def __init__(self) -> None:
         self._with_data = True

@@ -249,8 +249,9 @@ class Communicator:
             parts, ranks = gathered.chunk(self.world_size), range(self.world_size)
             return torch.cat([parts[self.mesh.rank_of(shard)] for shard in ranks])
         except Exception:
-            if self._memory is None or not self._memory.program:  # a program does so itself
-                self.abandon()
+            memories = (part._memory for part in self.parts())
+            if not any(memory.program for memory in memories if memory is not None):
+                self.abandon()  # which a program does itself
             raise
         finally:
             self.buffers.is_on = was_on
