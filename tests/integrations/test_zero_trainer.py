@@ -11,14 +11,19 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     LlamaForSequenceClassification,
     Trainer,
     TrainerCallback,
+    TrainerState,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 
+import zerofx
 from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.trainers import CLASSES as VOCABULARY
 from tests.kit.trainers import (
     arguments,
     as_torchrun,
@@ -310,14 +315,50 @@ def test_the_modules_that_peft_saves_whole_are_saved(ranks, tmp_path):  # noqa: 
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
 
 
-def alone(kind, folder, given=None, times=1, **more):
+def resized(folder, seed):
+    """A model whose vocabulary has grown after it was saved, with a second adapter, frozen."""
+    if not folder.exists():
+        built().save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(seed)
+    model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
+    lora = {"target_modules": ["q_proj"], "r": 4, "init_lora_weights": False}
+    lora["base_model_name_or_path"] = str(folder)
+    model = get_peft_model(model, LoraConfig(**lora))
+    model.add_adapter("other", LoraConfig(**lora))
+    return model
+
+
+@pytest.mark.slow(reason="trains a step through Trainer")
+def test_all_that_peft_saves_is_saved_frozen_or_not(tmp_path):
+    model = resized(tmp_path / "base", 1)
+    given = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    zero = {"lowering": "eager", "stage": 3}
+    trainer = ZeroTrainer(model, given, train_dataset=rows(), zero=zero)
+    trainer.train()
+    with zerofx.full_params(model):
+        model.save_pretrained(tmp_path / "peft")
+    for adapter in (".", "other"):
+        found, expected = (
+            load_file(tmp_path / folder / adapter / "adapter_model.safetensors")
+            for folder in ("checkpoint-1", "peft")
+        )
+        assert any("embed_tokens" in name for name in found)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    again = resized(tmp_path / "base", 2)
+    zerofx.load(tmp_path / "checkpoint-1" / "zero", again)
+    with zerofx.full_params(model):
+        torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def alone(kind, folder, given=None, times=1, resume=None, **more):
     """Train, as often, in one process; return what was logged, and what an evaluation says."""
     if issubclass(kind, ZeroTrainer):
         more["zero"] = {"lowering": "eager", "stage": 3}
     settings = arguments(folder, per_device_train_batch_size=6, **(given or {}))
     trainer = kind(built(), settings, train_dataset=rows(), eval_dataset=rows(8), **more)
     for _ in range(times):
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     found = logged(trainer, "loss", "grad_norm")
     return found, [(trainer.evaluate()["eval_loss"], 0.0), (trainer.evaluate()["eval_loss"], 0.0)]
 
@@ -361,6 +402,48 @@ def test_a_loss_of_ones_own_is_outside_of_autocast_as_trainers_is(tmp_path):
         torch.testing.assert_close(torch.tensor(each), torch.tensor(other), rtol=1e-3, atol=1e-4)
 
 
+def means(kind):
+    """Return a class whose losses are means of micro-batches, and says so."""
+
+    class Means(kind):
+        loss_is_scaled_for_ga = False
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    return Means
+
+
+@pytest.mark.slow(reason="trains through Trainer, and twice through ZeroTrainer")
+def test_means_of_micro_batches_are_averaged_from_any_checkpoint_on(tmp_path):
+    given = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1, "optim": "sgd"}
+    given |= {"gradient_accumulation_steps": 3}  # of an epoch's four
+    expected, _ = alone(means(Trainer), tmp_path / "expected", given)
+    found, _ = alone(means(ZeroTrainer), tmp_path / "found", given)
+    check(found, expected)
+    checkpoint = str(tmp_path / "found" / "checkpoint-1")  # the rest of the epoch is one batch
+    check(alone(means(ZeroTrainer), tmp_path, given, resume=checkpoint)[0], expected)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(rows())
+
+
+def test_data_without_a_length_go_on_where_trainers_do(tmp_path):
+    TrainerState(epoch=1.0, global_step=2, train_batch_size=8).save_to_json(
+        str(tmp_path / TRAINER_STATE_NAME)
+    )
+    begin = []
+    for kind in (ZeroTrainer, Trainer):
+        given = arguments(tmp_path, max_steps=5, gradient_accumulation_steps=2)
+        trainer = kind(built(), given, train_dataset=Endless())
+        trainer.set_initial_training_values(given, trainer.get_train_dataloader())
+        begin.append(trainer._init_training_state(5, 5, 1, str(tmp_path), None))
+    assert begin[0] == begin[1] == (0, 4)
+
+
 class Stops(TrainerCallback):
     def __init__(self, at):
         self.at, self.norms = at, []
@@ -394,6 +477,11 @@ REFUSED = {
     "bitsandbytes' Lion": ({"optim": "lion_32bit"}, "optim.*lion_32bit"),
     "bitsandbytes' AdEMAMix": ({"optim": "ademamix"}, "optim.*ademamix"),
     "schedule-free": ({"optim": "schedule_free_adamw"}, r"optim.*train\(\) and eval\(\) move"),
+    "saved at once": (
+        {"enable_jit_checkpoint": True},
+        "enable_jit_checkpoint.*before it is counted",
+    ),
+    "cast to evaluate": ({"bf16_full_eval": True}, "bf16_full_eval.*whole parameters"),
     "compiled by Trainer": ({"torch_compile": True}, "torch_compile.*compiled already"),
 }
 
@@ -440,6 +528,24 @@ def test_an_override_that_is_never_called_is_refused(kind, words, tmp_path):
         made(built(), arguments(tmp_path), train_dataset=rows())
     known = type("Mine", (ZeroTrainer, kind), {"replaces": (kind,)})
     known(built(), arguments(tmp_path), train_dataset=rows())
+
+
+class StepsAgain(ZeroTrainer):
+    times = 2
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        steps = range(self.times)
+        return sum(super(StepsAgain, self).training_step(model, inputs) for _ in steps)
+
+
+@pytest.mark.slow(reason="trains a step through Trainer")
+def test_a_second_update_of_one_batch_is_an_error(tmp_path):
+    given = arguments(tmp_path, max_steps=1)
+    trainer = StepsAgain(built(), given, train_dataset=rows(), zero={"lowering": "eager"})
+    with pytest.raises(StepError, match=r"training_step was called again .* compute_loss"):
+        trainer.train()
+    trainer.times = 1
+    trainer.train()
 
 
 class OwnStep(ZeroTrainer):

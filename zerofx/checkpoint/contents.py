@@ -145,22 +145,25 @@ class Contents:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         extra: Mapping[str, Any] | None,
-        trainable_only: bool = False,
+        trainable_only: bool | Sequence[str] = False,
     ) -> dict[str, Any]:
         """Return the state dict to write; without frozen parameters if ``trainable_only``.
+
+        Those that it names are there.
 
         Raises: ValueError for what cannot be saved.
         """
         names = parameter_names(model, optimizers)
         found: dict[str, Any] = {MODEL: {}}
         frozen = []
+        kept = set(() if isinstance(trainable_only, bool) else trainable_only)
         for name, value in model_entries(model).items():
             is_frozen = isinstance(value, nn.Parameter) and not value.requires_grad
-            if trainable_only and is_frozen:
+            if trainable_only is not False and is_frozen and name not in kept:
                 frozen.append(name)
             else:
                 found[MODEL][name] = self.of_model(name, value)
-        if trainable_only:
+        if trainable_only is not False:
             found[FROZEN] = encode(frozen, "the list of frozen parameters")
         if optimizers:
             states: dict[str, Any] = {}

@@ -42,7 +42,7 @@ def save(
     *,
     keep: int | None = None,
     asynchronous: bool = False,
-    trainable_only: bool = False,
+    trainable_only: bool | Sequence[str] = False,
     process_group: Any = None,
 ) -> Saving:
     """Write a checkpoint to the new folder ``path``, in torch's distributed format.  Collective.
@@ -56,7 +56,8 @@ def save(
     on.  The next save or load waits for that, and so does the interpreter before it ends.  Either
     way ``save(...).wait()`` returns the path when the checkpoint is there.
 
-    With ``trainable_only`` parameters that require no gradient are left out; buffers are saved.
+    With ``trainable_only`` parameters that require no gradient are left out, but those that it
+    names; buffers are saved.
     Such a checkpoint loads into a model in which the same parameters are frozen, and leaves them as
     they are.
 

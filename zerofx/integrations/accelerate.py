@@ -30,8 +30,8 @@ from zerofx.integrations.models import (
     export_into,
     is_peft,
     meet,
+    peft_values,
     plain,
-    trained_values,
     whole_values,
 )
 
@@ -152,11 +152,10 @@ class ZeroAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return all values of a model on the main process, and nothing on others.  Collective.
 
-        Of a model of peft's those that are trained.
+        Of a model of peft's those that are saved, on all processes: ``save_pretrained`` reads them.
         """
         if is_peft(model):
-            state = trained_values(model)
-            return state if self.is_main_process else {}
+            return peft_values(model, meet(model))
         return whole_values(model)
 
     def save_model(self, model: nn.Module, save_directory: Any, *others: Any, **named: Any) -> None:

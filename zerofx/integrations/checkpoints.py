@@ -22,7 +22,7 @@ import zerofx
 from zerofx.checkpoint.barrier import Ranks
 from zerofx.checkpoint.metadata import read_metadata, sort_out
 from zerofx.checkpoint.reading import Reader, in_use
-from zerofx.integrations.models import is_peft, meet
+from zerofx.integrations.models import is_peft, meet, names_in_peft
 
 CHECKPOINT = "zero"
 """The folder in a checkpoint of another library's that has what the ranks have written."""
@@ -91,8 +91,8 @@ def save_beside(
 
     token = ranks.on_first(begin)
     for place, model, own in parts:
-        adapters = is_peft(model)
-        zerofx.save(_new(place, token), model, own, {TOKEN: token}, trainable_only=adapters).wait()
+        kept = names_in_peft(model, ranks) if is_peft(model) else False
+        zerofx.save(_new(place, token), model, own, {TOKEN: token}, trainable_only=kept).wait()
     return Saved(ranks, token, [place for place, _, _ in parts])
 
 

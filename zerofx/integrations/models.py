@@ -6,7 +6,8 @@ import copy
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -93,19 +94,6 @@ def whole_values(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def trained_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters that are trained, by name, whole, in host memory.  Collective."""
-    found = {}
-    for place, module in model.named_modules():
-        own = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
-        if own:
-            with zerofx.full_params(module):
-                for name in own:
-                    value = getattr(module, name).detach()
-                    found[f"{place}.{name}".lstrip(".")] = value.to("cpu", copy=True)
-    return found
-
-
 def meet(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Ranks:
     """Wait for all ranks and return them: what fails on one fails on all."""
     if dist.is_initialized():
@@ -119,7 +107,48 @@ def is_peft(model: object) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def whole_in_peft(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that peft trains and saves whole, whose ``state_dict`` it calls."""
+@contextmanager
+def read_by_peft(model: Any) -> Iterator[None]:
+    """Have whole what peft reads of its model to save it: prompts, and ``modules_to_save``."""
     kind = sys.modules["peft"].utils.ModulesToSaveWrapper
-    return [module for module in model.modules() if isinstance(module, kind)]
+    modules = [module for module in model.modules() if isinstance(module, kind)]
+    if any(config.is_prompt_learning for config in model.peft_config.values()):
+        modules.append(model.prompt_encoder)
+    with ExitStack() as whole:
+        for module in modules:
+            whole.enter_context(zerofx.full_params(module))
+        yield
+
+
+def names_in_peft(model: Any, ranks: Ranks) -> list[str]:
+    """Return the names of the parameters that are trained, or that peft saves.  Collective.
+
+    Of frozen ones it saves those of other adapters, and embeddings that have been resized.
+    """
+    choose = sys.modules["peft"].get_peft_model_state_dict
+
+    def ask() -> list[str]:
+        found = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        values = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+        state = {name: torch.empty(value.shape, device="meta") for name, value in values}
+        for adapter, config in model.peft_config.items():
+            if not config.is_prompt_learning:
+                chosen = {id(value) for value in choose(model, state, adapter).values()}
+                found.update(name for name, value in state.items() if id(value) in chosen)
+        return sorted(found)
+
+    with read_by_peft(model):
+        return ranks.on_first(ask)
+
+
+def peft_values(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Return what peft saves of a model by name, whole, and all buffers.  Collective."""
+    names, found = set(names_in_peft(model, ranks)), dict(model.named_buffers())
+    for place, module in model.named_modules():
+        own = {f"{place}.{name}".lstrip("."): name for name in module._parameters}
+        if not names.isdisjoint(own):
+            with zerofx.full_params(module):
+                for full_name in names & own.keys():
+                    value = getattr(module, own[full_name]).detach()
+                    found[full_name] = value.to("cpu", copy=True)
+    return found

@@ -62,6 +62,7 @@ _MOVES = (
     "train() and eval() move whole parameters, which ranks have in shards; take an "
     "optimizer without a schedule of its own"
 )
+_CASTS = "behind a training it casts whole parameters, which ranks have in shards"
 _UPDATES_ITSELF = ("lomo", "layerwise")
 _OF_BITSANDBYTES = ("bnb", "8bit", "paged", "lion", "ademamix")
 
@@ -70,12 +71,16 @@ def checked(args: Any) -> Any:
     """Return the arguments, without what is done otherwise here.  Raises: ValueError."""
     optimizer = str(getattr(args.optim, "value", args.optim))
     has_own_way = any(word in optimizer for word in (*_UPDATES_ITSELF, *_OF_BITSANDBYTES))
+    saves_at_once = getattr(args, "enable_jit_checkpoint", False)
     compiles = args.torch_compile and args.torch_compile_backend != "zero"
     for name, is_asked, reason in (
         ("fp16", args.fp16, "bf16=True needs no scaling of the loss"),
         ("fsdp", args.fsdp, "zero={'stage': 3} shards as it does"),
         ("deepspeed", args.deepspeed, "zero={'stage': 3} shards as it does"),
         ("auto_find_batch_size", args.auto_find_batch_size, "other ranks would wait for one's"),
+        ("enable_jit_checkpoint", saves_at_once, "an update is saved before it is counted"),
+        ("fp16_full_eval", args.fp16_full_eval, _CASTS),
+        ("bf16_full_eval", args.bf16_full_eval, _CASTS),
         ("parallelism_config", args.parallelism_config, "all ranks share the batches"),
         ("optim", has_own_way, f"{optimizer} updates while backward runs, or through pointers"),
         ("optim", "schedule_free" in optimizer, f"of {optimizer}, {_MOVES}"),

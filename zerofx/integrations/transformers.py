@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_utils import has_length
 
 import zerofx
 from zerofx.integrations.checkpoints import Saved, is_saved_in, save_beside, shards_in, token_in
@@ -26,9 +27,9 @@ from zerofx.integrations.models import (
     export_into,
     is_peft,
     meet,
+    peft_values,
     plain,
-    trained_values,
-    whole_in_peft,
+    read_by_peft,
 )
 from zerofx.integrations.trainer_parts import (
     OnShards,
@@ -99,7 +100,9 @@ class ZeroTrainer(Trainer):
     def _prepare_for_training(self, *arguments: Any) -> tuple[nn.Module, Any]:
         check_adapters(self.model)
         self._zero_update = None
-        return super()._prepare_for_training(*arguments)
+        prepared = super()._prepare_for_training(*arguments)
+        self.optimizer.has_updated = False
+        return prepared
 
     # The step
 
@@ -108,15 +111,21 @@ class ZeroTrainer(Trainer):
     ) -> torch.Tensor:
         model.train()
         inputs = dict(self._prepare_inputs(inputs))
-        parts = self.current_gradient_accumulation_steps
-        if self._zero_is_scaled(num_items_in_batch):
-            parts = 1
+        is_last, is_scaled = (
+            self.accelerator.sync_gradients,
+            self._zero_is_scaled(num_items_in_batch),
+        )
+        parts = 1 if is_scaled else self.current_gradient_accumulation_steps
+        if is_last and self.optimizer.has_updated:
+            raise zerofx.StepError(
+                "training_step was called again for a batch with which its first call has updated: "
+                "call it once, and add up your losses in compute_loss or loss_and_seen."
+            )
         if self._zero_update is None:
             # Of the means of several calls nobody knows beforehand what they are divided by.
-            is_counted = num_items_in_batch is not None or parts == 1
+            is_counted = is_scaled or self.args.gradient_accumulation_steps == 1
             options = {"loss": "global" if is_counted else "rank", **self._zero_options}
             self._zero_update = torch.compile(self._zero_step, backend="zero", options=options)
-        is_last = self.accelerator.sync_gradients
         loss, norm, seen = self._zero_update(inputs, num_items_in_batch, parts, is_last)
         self._zero_is_whole = False
         if is_last:
@@ -197,17 +206,13 @@ class ZeroTrainer(Trainer):
         """
         folder = Path(output_dir or self.args.output_dir)
         has_adapters, ranks = is_peft(self.model), meet(self.model)
-        state = {}
-        if has_adapters:  # of buffers, those of modules that are saved whole
-            state = {**dict(self.model.named_buffers()), **trained_values(self.model)}
+        state = peft_values(self.model, ranks) if has_adapters else {}
 
         def save_on_first() -> None:
             if self.args.should_save:
                 self._save(str(folder), state_dict=state)
 
-        with ExitStack() as whole:
-            for module in whole_in_peft(self.model) if has_adapters else ():
-                whole.enter_context(zerofx.full_params(module))
+        with read_by_peft(self.model) if has_adapters else nullcontext():
             ranks.together(save_on_first)
         if not has_adapters:
             export_into(folder, self.model)
@@ -259,9 +264,9 @@ class ZeroTrainer(Trainer):
     def _zero_shards_in(self, checkpoint: str | Path) -> Path:
         return shards_in(Path(checkpoint), token_in(Path(checkpoint)), self.model)
 
-    def set_initial_training_values(self, *arguments: Any) -> tuple:
-        values = super().set_initial_training_values(*arguments)
-        self._zero_steps_in_epoch = values[5]
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple:
+        values = super().set_initial_training_values(args, dataloader)
+        self._zero_steps_in_epoch = values[5] if has_length(dataloader) else None
         return values
 
     def _init_training_state(
@@ -276,11 +281,12 @@ class ZeroTrainer(Trainer):
         begin = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        if resume_from_checkpoint is None or not self.state.epoch:
+        steps_in_epoch = self._zero_steps_in_epoch
+        if resume_from_checkpoint is None or not self.state.epoch or steps_in_epoch is None:
             return begin
         epoch, share = divmod(self.state.epoch, 1)
         micro_batches = self.args.gradient_accumulation_steps
-        steps = round(share * self._zero_steps_in_epoch) // micro_batches
+        steps = round(share * steps_in_epoch) // micro_batches
         if self.args.max_steps <= 0:  # it ends with an epoch, whose steps are others now
             self.state.global_step = int(epoch) * num_update_steps_per_epoch + steps
         return int(epoch), 0 if self.args.ignore_data_skip else steps * micro_batches
