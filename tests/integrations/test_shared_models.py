@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
+from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.integrations import models
+from zerofx.runtime.parameters.registry import REGISTRY
 
 
 def test_a_library_without_what_is_replaced_is_refused_with_the_versions():
@@ -38,6 +43,20 @@ def test_values_that_are_no_tensors_are_among_them():
     model.seen.append(4)
     other.load_state_dict(values)
     assert other.seen == [3] and torch.equal(other.weight, model.weight)
+
+
+def meet_late():
+    if dist.get_rank():
+        time.sleep(2)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as caught:
+        patch.setattr(REGISTRY.barrier, "load_timeout_s", 0.5)
+        models.meet(nn.Linear(2, 2))
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named(ranks):  # noqa: F811
+    first, _ = ranks(2).run(meet_late, timeout_s=60)
+    assert "call it on all ranks; rank(s) [1] did not join" in first
 
 
 def test_an_export_takes_the_place_of_other_files(tmp_path):

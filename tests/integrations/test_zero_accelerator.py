@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.utils import DistributedType, DynamoBackend, load_checkpoint_in_model
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
@@ -145,6 +147,38 @@ def test_options_of_the_backend(zero, num_ranks, ranks):  # noqa: F811
     found = ranks(num_ranks).run(_run, 12 // num_ranks, zero, {}, timeout_s=600)
     expected, _ = train_alone(12, per_update=num_ranks)
     check(found[0][0], expected)
+
+
+def adapters_on_rank(folder):
+    with as_torchrun():
+        accelerator = ZeroAccelerator(zero={"lowering": "eager", "stage": 3}, cpu=True)
+        config = LoraConfig(target_modules=["0"], modules_to_save=["3"], r=2)
+        model = get_peft_model(built(), config)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(trained, lr=1e-2))
+
+        @accelerator.compile
+        def step(x):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(torch.ones(2, 8))
+        state, is_main = accelerator.get_state_dict(model), accelerator.is_main_process
+        model.save_pretrained(folder, is_main_process=is_main, state_dict=state)
+        with zerofx.full_params(model):
+            own = model.get_submodule("base_model.model.3.modules_to_save.default")
+            return {name: value.detach().clone() for name, value in own.named_parameters()}
+
+
+@pytest.mark.slow(reason="two ranks train through Accelerate")
+def test_adapters_are_saved_as_the_library_saves_them(ranks, tmp_path):  # noqa: F811
+    found, other = ranks(2).run(adapters_on_rank, str(tmp_path), timeout_s=300)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert sum("lora_" in name for name in saved) == 2
+    for name, value in found.items():
+        assert torch.equal(value, other[name])
+        assert torch.equal(saved[f"base_model.model.3.{name}"], value)
 
 
 def in_bfloat16(rows):

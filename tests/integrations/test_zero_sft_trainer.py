@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
+from peft import PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
@@ -61,9 +63,9 @@ def small():
     return built(vocab_size=len(WORDS) + 3, pad_token_id=0, eos_token_id=1)
 
 
-def train(trainer_class, folder, given, **more):
+def train(trainer_class, folder, given, build=small, **more):
     trainer = trainer_class(
-        small(),
+        build(),
         config(folder, **given),
         train_dataset=texts(),
         processing_class=tokenizer(),
@@ -95,6 +97,22 @@ def test_losses_and_measures_are_those_of_one_process(given, num_ranks, ranks, t
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "apart").state_dict()
     for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "one").state_dict().items():
         torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-5)
+
+
+def prompted():
+    model = small()
+    return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
+@pytest.mark.slow(reason="trains through SFTTrainer and ZeroSFTTrainer")
+def test_a_prompt_that_is_learnt_is_trained_and_saved(tmp_path):
+    given = {"per_device_train_batch_size": 12, "optim": "sgd", "learning_rate": 1.0}
+    zero = {"lowering": "eager", "stage": 3}
+    found = train(ZeroSFTTrainer, tmp_path / "zero", given, prompted, zero=zero)
+    expected = train(SFTTrainer, tmp_path / "trl", given, prompted)
+    torch.testing.assert_close(found, expected, rtol=5e-6, atol=2e-6)
+    prompts = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("zero", "trl"))
+    torch.testing.assert_close(*prompts, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

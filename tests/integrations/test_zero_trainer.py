@@ -444,6 +444,22 @@ def test_data_without_a_length_go_on_where_trainers_do(tmp_path):
     assert begin[0] == begin[1] == (0, 4)
 
 
+def predicts(kind):
+    class Predicts(kind):
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            with torch.no_grad():
+                return model(**self._prepare_inputs(inputs)).loss.detach(), None, None
+
+    return Predicts
+
+
+@pytest.mark.slow(reason="trains a step through Trainer and ZeroTrainer")
+def test_a_prediction_of_ones_own_runs_on_shards(tmp_path):
+    given = {"max_steps": 1}
+    found, expected = (alone(predicts(kind), tmp_path, given)[1] for kind in (ZeroTrainer, Trainer))
+    check(found, expected)
+
+
 class Stops(TrainerCallback):
     def __init__(self, at):
         self.at, self.norms = at, []

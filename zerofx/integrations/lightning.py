@@ -96,7 +96,6 @@ class ZeroStrategy(DDPStrategy):
     ) -> tuple[Any, list]:
         """Compute a micro-batch's gradients, and update with those of all where it is the last."""
         module, (optimizer,) = self._module, self.optimizers
-        self._logged.clear()
         with self._precision():
             output = module.training_step(*arguments, **named)
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -137,6 +136,7 @@ class ZeroStrategy(DDPStrategy):
             options = self._zero if name == "training_step" else {**self._zero, "loss": "rank"}
             self._compiled[name] = torch.compile(function, backend="zero", options=options)
         module = self._module
+        self._logged.clear()  # what is compiled is compiled for as many as there are
         with _logging(module, self._log):
             output, logged = self._compiled[name](*arguments)
         for values, settings in logged:
@@ -172,7 +172,6 @@ class ZeroStrategy(DDPStrategy):
 
     @torch.no_grad()
     def _forward(self, name: str, arguments: tuple, named: dict[str, Any]) -> tuple[Any, list]:
-        self._logged.clear()
         with self._precision():
             output = getattr(self._module, name)(*arguments, **named)
         return output, list(self._logged)

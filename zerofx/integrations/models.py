@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -96,8 +95,6 @@ def whole_values(model: nn.Module) -> dict[str, Any]:
 
 def meet(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Ranks:
     """Wait for all ranks and return them: what fails on one fails on all."""
-    if dist.is_initialized():
-        dist.barrier()
     return barrier.meet(model, optimizers, None, "a checkpoint")
 
 

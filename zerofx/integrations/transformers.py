@@ -111,10 +111,8 @@ class ZeroTrainer(Trainer):
     ) -> torch.Tensor:
         model.train()
         inputs = dict(self._prepare_inputs(inputs))
-        is_last, is_scaled = (
-            self.accelerator.sync_gradients,
-            self._zero_is_scaled(num_items_in_batch),
-        )
+        is_last = self.accelerator.sync_gradients
+        is_scaled = self._zero_is_scaled(num_items_in_batch)
         parts = 1 if is_scaled else self.current_gradient_accumulation_steps
         if is_last and self.optimizer.has_updated:
             raise zerofx.StepError(
@@ -175,23 +173,25 @@ class ZeroTrainer(Trainer):
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
         """Evaluate on shards; or on the whole model, where it generates."""
-        if not getattr(self.args, "predict_with_generate", False) or self._zero_is_whole:
-            return super().evaluation_loop(*arguments, **named)
-        with zerofx.full_params(self.model):
-            self._zero_is_whole = True
+        was_whole = self._zero_is_whole
+        is_gathered = getattr(self.args, "predict_with_generate", False) and not was_whole
+        with zerofx.full_params(self.model) if is_gathered else nullcontext():
+            self._zero_is_whole = was_whole or is_gathered
             try:
                 return super().evaluation_loop(*arguments, **named)
             finally:
-                self._zero_is_whole = False
+                self._zero_is_whole, self.model_wrapped = was_whole, self.model
 
     def prediction_step(self, model: nn.Module, *arguments: Any, **named: Any) -> Any:
-        if self._zero_is_whole:
-            return super().prediction_step(model, *arguments, **named)
+        return super().prediction_step(self._wrap_model(model, False), *arguments, **named)
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if training or self._zero_is_whole:
+            return super()._wrap_model(model, training, dataloader)
         if self._zero_forward is None:
             options = {**self._zero_options, "loss": "rank"}
             self._zero_forward = torch.compile(self._zero_evaluate, backend="zero", options=options)
-        on_shards: Any = OnShards(self.model, self._zero_forward)
-        return super().prediction_step(on_shards, *arguments, **named)
+        return OnShards(self.model, self._zero_forward)
 
     @torch.no_grad()
     def _zero_evaluate(self, *arguments: Any, **named: Any) -> Any:

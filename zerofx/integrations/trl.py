@@ -45,6 +45,9 @@ class ZeroSFTTrainer(ZeroTrainer, SFTTrainer):
             asked["output_router_logits"] = True
         outputs = self.model(**asked, use_cache=False)
         logits, labels = outputs.logits, inputs.get("shift_labels")
+        length = inputs["input_ids"].size(1)
+        if logits.size(1) > length:  # in front are those of a prompt that is learnt
+            logits = logits[:, -length:]
         if labels is None:
             logits, labels = logits[:, :-1], inputs["labels"][:, 1:]
         logits, labels = logits.flatten(0, 1).float(), labels.flatten()
