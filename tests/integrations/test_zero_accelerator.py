@@ -242,6 +242,64 @@ def test_what_two_ranks_save_is_resumed_on_others(ranks, tmp_path):  # noqa: F81
     assert not torch.equal(model[0].weight, built()[0].weight)
 
 
+class TwoModels:
+    """Two models under one optimizer, prepared as one."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        parts = {"unet": nn.Linear(8, CLASSES), "text_encoder": nn.Linear(8, 8)}
+        self.models = nn.ModuleDict(parts)
+        self.optimizer = torch.optim.AdamW(self.models.parameters(), lr=1e-2)
+
+    def compiled(self):
+        zero = {"lowering": "eager", "stage": 3}
+        accelerator = ZeroAccelerator(zero=zero, cpu=True)
+        models, optimizer = accelerator.prepare(self.models, self.optimizer)
+
+        @accelerator.compile
+        def step(x, y):
+            loss = F.cross_entropy(models["unet"](models["text_encoder"](x)), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return accelerator, step
+
+    def losses(self):
+        """Train as torch would."""
+        found = []
+        for x, y in batches(8):
+            loss = F.cross_entropy(self.models["unet"](self.models["text_encoder"](x)), y)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+
+def two_models_resumed(folder):
+    """Train and save after a batch; go on with that, and with others that load it."""
+    first, *rest = batches(8)
+    with as_torchrun():
+        accelerator, step = TwoModels().compiled()
+        found = [step(*first).item()]
+        accelerator.save_state(folder)
+        found += [step(*batch).item() for batch in rest]
+        accelerator, step = TwoModels().compiled()
+        accelerator.load_state(folder)
+        return found, [step(*batch).item() for batch in rest]
+
+
+@pytest.mark.slow(reason="a rank trains through Accelerate")
+def test_two_models_under_one_optimizer_are_prepared_as_one(ranks, tmp_path):  # noqa: F811
+    folder = str(tmp_path / "saved")
+    ((found, again),) = ranks(1).run(two_models_resumed, folder, timeout_s=300)
+    expected = TwoModels().losses()
+    check(found, expected)
+    check(again, expected[1:])
+
+
 class Unsaved:
     """An object of the user's whose state cannot be saved the second time."""
 
