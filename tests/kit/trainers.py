@@ -76,8 +76,8 @@ def rows(number: int = ROWS) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def arguments(folder: Any, **given: Any) -> TrainingArguments:
-    return TrainingArguments(
+def arguments(folder: Any, kind: type = TrainingArguments, **given: Any) -> Any:
+    return kind(
         **{
             "output_dir": str(folder),
             "num_train_epochs": 1,
