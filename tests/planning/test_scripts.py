@@ -160,7 +160,8 @@ def test_no_checkpoint_of_it_is_written(captured, tmp_path, before, after):
 
 def test_what_a_script_saves_it_can_load(captured, tmp_path):
     lines = (
-        "torch.save({'model': model.state_dict(), 'rows': torch.arange(3.0)}, 'new.pt')\n"
+        "torch.save({'model': model.state_dict(), 'rows': torch.arange(3.0)}, 'new.tmp')\n"
+        "os.replace('new.tmp', 'new.pt')\n"
         "state = torch.load('new.pt', map_location='cpu')\n"
         "model.load_state_dict(state['model'])\n"
         "assert state['rows'].tolist() == [0, 1, 2]"

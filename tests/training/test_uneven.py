@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.kit.ranks import ranks_fixture  # noqa: F401
+from zerofx.backend import zero
 from zerofx.errors import StepError
 from zerofx.worker import Worker
 
@@ -276,6 +277,13 @@ def test_a_compiled_method_may_stop():
     trainer, x = Trainer(), torch.ones(1, 2)
     trainer.step(x)
     assert zerofx.no_data(trainer.step) == zerofx.no_data(trainer.step, x) == 0
+
+    def num_programs():
+        return sum(len(function.programs) for function in zero.functions)
+
+    before = num_programs()
+    assert zerofx.no_data(Trainer().step) == 0
+    assert num_programs() == before + 1, "the program is the other trainer's"
 
 
 @pytest.mark.slow(reason="ranks compile and train")
