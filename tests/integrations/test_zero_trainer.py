@@ -363,7 +363,7 @@ def alone(kind, folder, given=None, times=1, resume=None, **more):
     return found, [(trainer.evaluate()["eval_loss"], 0.0), (trainer.evaluate()["eval_loss"], 0.0)]
 
 
-@pytest.mark.slow(reason="trains through Trainer, and twice through ZeroTrainer")
+@pytest.mark.nightly
 def test_a_second_training_updates_as_trainers_does(tmp_path):
     found, expected = (alone(kind, tmp_path, times=2) for kind in (ZeroTrainer, Trainer))
     check(found[0], expected[0])

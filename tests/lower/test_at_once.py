@@ -327,7 +327,7 @@ def test_a_step_takes_over_what_is_compiled_meanwhile(monkeypatch, caplog, tmp_p
     torch.testing.assert_close(parameters, others, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow(reason="another process imports torch and compiles")
+@pytest.mark.nightly
 def test_batches_of_other_sizes_compile_nothing_in_the_training(monkeypatch, tmp_path):
     """With symbolic sizes from the first call on: one program, and one kernel a region."""
     rows = (4, 4, 2, 4, 4, 2, 3, 4, 9, 5)
@@ -370,7 +370,7 @@ def test_a_process_that_dies_leaves_the_compiling_to_the_training(monkeypatch):
     torch.testing.assert_close(parameters, others, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow(reason="another process imports torch and compiles")
+@pytest.mark.nightly
 def test_a_record_repeats_a_training_to_the_bit(tmp_path, monkeypatch):
     path = tmp_path / "steps.json"
     monkeypatch.setattr(CompiledRegion, "_known", {})

@@ -180,7 +180,7 @@ def test_what_a_script_does_when_it_is_ended_makes_no_values(captured, capsys, e
     assert "made" not in capsys.readouterr().out
 
 
-@pytest.mark.slow(reason="a larger model, for which programs are chosen")
+@pytest.mark.nightly
 def test_parameters_that_are_made_whole_fit_only_deferred(planned):
     """At stage 3 a rank of 8 never holds again the 256 MiB that it makes at first."""
     layers = "[torch.nn.Linear(2048, 2048) for _ in range(16)]"

@@ -250,7 +250,7 @@ def train_tasks_on_rank(form, stage):
 
 
 @pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("form", ("an update each", "a head each"))
+@pytest.mark.parametrize("form", ("an update each", nightly("a head each")))
 def test_losses_of_one_line_that_are_no_micro_batches_have_divisors_of_their_own(ranks, form):  # noqa: F811
     parts = [joined([batch_of(rank, m) for rank in range(2)]) for m in range(2)]
     expected = train_tasks(form, [parts, parts[::-1]], None)

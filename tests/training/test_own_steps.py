@@ -15,7 +15,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.kit.covering import only
+from tests.kit.covering import nightly, only
 from tests.kit.ranks import ranks_fixture  # noqa: F401 - a fixture
 from tests.kit.traffic import traffic_of
 from zerofx import backend
@@ -590,7 +590,7 @@ def goes_on(kind):
 
 
 @pytest.mark.slow(reason="two programs, for batches of two sizes, of three ranks")
-@pytest.mark.parametrize("kind", (Restarts, KnowsByIdentity))
+@pytest.mark.parametrize("kind", (nightly(Restarts), KnowsByIdentity))
 def test_it_goes_on_in_other_programs_and_with_loaded_states(ranks, kind):
     ranks(3).run(goes_on, kind)
 

@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
+from tests.kit.covering import nightly
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.backend import zero
 from zerofx.errors import StepError
@@ -108,7 +109,7 @@ OFFLOADED = {"offload": ["optimizer", "params"]}
 
 
 @pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("options", ({"stage": 3}, {"stage": 1}), ids=str)
+@pytest.mark.parametrize("options", ({"stage": 3}, nightly({"stage": 1})), ids=str)
 def test_ranks_without_data_leave_the_training_as_it_is(ranks, options):  # noqa: F811
     check(ranks, 3, 12, 5, {"loss": "global", **options})
 
