@@ -135,6 +135,19 @@ def test_what_was_left_out_must_be_here_and_frozen(tmp_path):
     assert torch.equal(more.up.weight, Adapted().up.weight)
 
 
+def test_frozen_parameters_that_are_named_are_saved_too(tmp_path):
+    model, optimizer = adapted()
+    (name, value), *_ = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+    zerofx.save(tmp_path / "a", model, optimizer, trainable_only=True, and_frozen=[name])
+    other, _ = adapted()
+    with torch.no_grad():
+        dict(other.named_parameters())[name].zero_()
+    zerofx.load(tmp_path / "a", other)
+    assert torch.equal(dict(other.named_parameters())[name], value)
+    with pytest.raises(ValueError, match="and_frozen has 'none', which the model has not"):
+        zerofx.save(tmp_path / "b", model, trainable_only=True, and_frozen=["none"])
+
+
 def choose_differently(path):
     with pytest.raises(ValueError, match="different values of trainable_only"):
         zerofx.save(path, *adapted(), trainable_only=torch.distributed.get_rank() == 0)

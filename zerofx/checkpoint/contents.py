@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -145,25 +145,27 @@ class Contents:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         extra: Mapping[str, Any] | None,
-        trainable_only: bool | Sequence[str] = False,
+        trainable_only: bool = False,
+        and_frozen: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Return the state dict to write; without frozen parameters if ``trainable_only``.
+        """Return the state dict to write.
 
-        Those that it names are there.
+        If ``trainable_only``, of frozen parameters there are those that ``and_frozen`` names.
 
         Raises: ValueError for what cannot be saved.
         """
         names = parameter_names(model, optimizers)
         found: dict[str, Any] = {MODEL: {}}
-        frozen = []
-        kept = set(() if isinstance(trainable_only, bool) else trainable_only)
-        for name, value in model_entries(model).items():
+        frozen, entries = [], model_entries(model)
+        if unknown := [name for name in and_frozen if name not in entries]:
+            raise ValueError(f"and_frozen has {unknown[0]!r}, which the model has not.")
+        for name, value in entries.items():
             is_frozen = isinstance(value, nn.Parameter) and not value.requires_grad
-            if trainable_only is not False and is_frozen and name not in kept:
+            if trainable_only and is_frozen and name not in and_frozen:
                 frozen.append(name)
             else:
                 found[MODEL][name] = self.of_model(name, value)
-        if trainable_only is not False:
+        if trainable_only:
             found[FROZEN] = encode(frozen, "the list of frozen parameters")
         if optimizers:
             states: dict[str, Any] = {}

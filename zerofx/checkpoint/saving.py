@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,7 +42,8 @@ def save(
     *,
     keep: int | None = None,
     asynchronous: bool = False,
-    trainable_only: bool | Sequence[str] = False,
+    trainable_only: bool = False,
+    and_frozen: Collection[str] = (),
     process_group: Any = None,
 ) -> Saving:
     """Write a checkpoint to the new folder ``path``, in torch's distributed format.  Collective.
@@ -56,8 +57,8 @@ def save(
     on.  The next save or load waits for that, and so does the interpreter before it ends.  Either
     way ``save(...).wait()`` returns the path when the checkpoint is there.
 
-    With ``trainable_only`` parameters that require no gradient are left out, but those that it
-    names; buffers are saved.
+    With ``trainable_only`` parameters that require no gradient are left out, but for those that
+    ``and_frozen`` names; buffers are saved.
     Such a checkpoint loads into a model in which the same parameters are frozen, and leaves them as
     they are.
 
@@ -78,7 +79,11 @@ def save(
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints to keep, 1 or more")
     ranks = meet(model, optimizers, process_group, "zerofx.save()")
     ranks.check_same(
-        path=target, keep=keep, asynchronous=asynchronous, trainable_only=trainable_only
+        path=target,
+        keep=keep,
+        asynchronous=asynchronous,
+        trainable_only=trainable_only,
+        and_frozen=sorted(and_frozen),
     )
     collected: dict[str, Any] = {}
     snapshot = Snapshot()  # of what is written later
@@ -88,7 +93,7 @@ def save(
         if ranks.rank == 0:
             draft.begin()
         contents = Contents(ranks.rank, ranks.world_size, snapshot if asynchronous else None)
-        collected.update(contents.collect(model, optimizers, extra, trainable_only))
+        collected.update(contents.collect(model, optimizers, extra, trainable_only, and_frozen))
         snapshot.begin()
 
     def write() -> None:

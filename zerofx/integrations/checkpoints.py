@@ -91,8 +91,15 @@ def save_beside(
 
     token = ranks.on_first(begin)
     for place, model, own in parts:
-        kept = names_in_peft(model, ranks) if is_peft(model) else False
-        zerofx.save(_new(place, token), model, own, {TOKEN: token}, trainable_only=kept).wait()
+        of_peft = is_peft(model)
+        zerofx.save(
+            _new(place, token),
+            model,
+            own,
+            {TOKEN: token},
+            trainable_only=of_peft,
+            and_frozen=names_in_peft(model, ranks) if of_peft else (),
+        ).wait()
     return Saved(ranks, token, [place for place, _, _ in parts])
 
 
