@@ -228,6 +228,7 @@ def test_files_are_compared(planned, tmp_path, capsys):
     assert "another version of zerofx: write it again" in capsys.readouterr().err
 
 
+@pytest.mark.slow(reason="a script is planned for two numbers of ranks")
 def test_several_numbers_of_ranks(planned):
     code = SCRIPT.replace('os.environ["LOCAL_WORLD_SIZE"] == "4"', "True")
     status, out, err = planned(code, "--sweep", "ranks=2,4", "--mesh", "1x2", arguments=["64"])
