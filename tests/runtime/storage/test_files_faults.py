@@ -301,7 +301,7 @@ def test_a_full_disk_is_an_error_before_anything_is_written_with_the_numbers(tmp
 
 
 def test_room_is_reserved_though_the_disk_takes_only_blocks_directly(open_store):
-    """Where the system cannot, libc writes a byte of each block instead."""
+    """The system's libc writes a byte of each block, where a file system reserves no room."""
     system = Watched()
     allocate = system.allocate
 

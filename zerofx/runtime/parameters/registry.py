@@ -121,7 +121,8 @@ class ParameterRegistry:
                 name = f"the first call with parameter {first.name!r} and {len(others)} others"
                 self.barrier.wait_to_bind(communicator, name)
             new_buffers = self._claims.unseen(buffers)
-            make_equal(new_buffers if new else [], communicator)
+            if new:
+                make_equal(new_buffers, communicator)
             members: dict[int, list[Member]] = {}
             for parameter, info in new.values():
                 members.setdefault(info.place.bucket, []).append((parameter, info))
