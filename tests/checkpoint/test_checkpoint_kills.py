@@ -264,7 +264,7 @@ def in_fork(work: Callable[[], object]) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), text
 
 
-@pytest.mark.slow(reason="some kills of each way to save, load and resume")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ways", "every", "every_write"), [(WAYS, 24, 40), nightly(WAYS, 6, 40), exhaustive(WAYS, 1, 1)]
 )

@@ -50,7 +50,7 @@ def averages(outcomes) -> list[float]:
         SIZES,
         STAGES,
         (False, True),
-        default=[(1, 0, 2, 3, True), (2, 2, 1, 1, False), (2, 3, 2, 3, False)],
+        default=[(2, 2, 1, 1, False)],
     ),
 )
 def test_training_goes_on(size, stage, new_size, new_stage, is_bound, saved, ranks):  # noqa: F811

@@ -280,7 +280,7 @@ HARMED = [("cut short", CHANGED), ("flipped", CHANGED), ("replaced", CHANGED)]
 HARMED += [("deleted", "is gone, and model."), ("rotten", "is damaged where model.deep is")]
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("harm", "words", "size"),
     first(

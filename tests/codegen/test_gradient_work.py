@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.codegen import work as works
 from tests.codegen.test_kernel import ONE_NUMBER_BYTES, bytes_allocated
-from tests.kit.covering import first
+from tests.kit.covering import first, nightly
 from tests.runtime.optimizer.test_update import layout
 from zerofx import compat
 from zerofx.codegen import kernel
@@ -155,7 +155,7 @@ def test_coefficients_are_read_at_every_step(kernels):
 
 
 @pytest.mark.slow(reason="kernels are compiled")
-@pytest.mark.parametrize(("dtype", "precision"), [(FP32, PLAIN), (BF16, MASTERS)])
+@pytest.mark.parametrize(("dtype", "precision"), [(FP32, PLAIN), nightly(BF16, MASTERS)])
 def test_a_clipped_update_allocates_nothing_beyond_states(dtype, precision, kernels, tmp_path):
     """Nor does what is gathered, of a parameter with a master: it is written by the kernel."""
     run = Training(dtype, precision, works.traced(works.clip, dtype, dtype))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.kit.covering import each_value, first, only
+from tests.kit.covering import each_value, first, nightly, only
 from tests.kit.optimizers import VARIANTS
 from tests.runtime.optimizer.test_update import layout
 from zerofx import compat
@@ -498,7 +498,8 @@ class Keeping(torch.optim.Optimizer):
 
 @pytest.mark.slow(reason="kernels are compiled")
 @pytest.mark.parametrize(
-    "what", (the_first, the_last, momentum_before, in_double, in_half, error_feedback)
+    "what",
+    (the_first, the_last, momentum_before, in_double, *map(nightly, (in_half, error_feedback))),
 )
 def test_what_is_kept_is_neither_new_nor_unrounded(what, kernels):
     """Inductor drops clones, and conversions there and back."""

@@ -104,7 +104,7 @@ NOT_KEPT = (
 @pytest.mark.parametrize(
     "name",
     only(
-        ("tied_weights_autocast_and_clipping", "checkpointed", "evaluation_after_each_step"),
+        ("evaluation_after_each_step",),
         [name for name in FORMS if not FORMS[name].only_exhaustive],
     ),
 )
@@ -125,7 +125,9 @@ def on_a_rank(folder: str, name: str, stage: int, **options) -> list[Start]:
 
 
 @pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("name, stage", [("tied_weights_autocast_and_clipping", 3), ("plain", 1)])
+@pytest.mark.parametrize(
+    "name, stage", [nightly("tied_weights_autocast_and_clipping", 3), ("plain", 1)]
+)
 def test_ranks_share_what_they_captured_and_have_programs_of_their_own(
     ranks,  # noqa: F811
     name,
@@ -152,7 +154,7 @@ def in_folders(shared: str, own: tuple[str, str], lowering: str) -> list[Start]:
 
 @pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("lowering", only(("eager",), ("eager", "inductor")))
-@pytest.mark.parametrize("empty", (0, 1))
+@pytest.mark.parametrize("empty", (0, nightly(1)))
 def test_a_rank_whose_folder_is_empty_compiles_what_others_find(empty, lowering, ranks, tmp_path):  # noqa: F811
     full, new = str(tmp_path / "full"), str(tmp_path / "empty")
     own = (new, full) if empty == 0 else (full, new)
@@ -175,7 +177,7 @@ def with_figures(folder: str, kept: bool) -> list[tuple]:
     return found
 
 
-@pytest.mark.slow(reason="ranks measure, compile and train")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kept", [True, False])
 def test_figures_of_the_last_day_are_not_measured_again(ranks, kept, tmp_path):  # noqa: F811
     for (times, figures), (times_then, figures_then) in ranks(2).run(
@@ -483,9 +485,7 @@ def of_the_plain_step(tmp_path_factory):
 
 
 @pytest.mark.slow(reason="steps are compiled twice")
-@pytest.mark.parametrize(
-    "name", only(("eps of a norm", "another backward alone", "a replaced norm"), NEAR_MISSES)
-)
+@pytest.mark.parametrize("name", only(("eps of a norm",), NEAR_MISSES))
 def test_a_near_miss_is_none_of_the_plain_step(name, of_the_plain_step, monkeypatch):
     folder, plain = of_the_plain_step
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
@@ -586,7 +586,7 @@ def test_there_are_many_near_misses():
     assert len(NEAR_MISSES) >= 50
 
 
-@pytest.mark.slow(reason="steps are compiled")
+@pytest.mark.nightly
 def test_other_options_take_what_was_captured():
     started(train_tiny)
     expected = started(train_tiny, is_kept=False, stage=1, bucket=False)
@@ -613,7 +613,7 @@ def dtypes_of_the_last_program() -> list[tuple]:
     return [(node.name, getattr(node.meta.get("val"), "dtype", None)) for node in nodes]
 
 
-@pytest.mark.slow(reason="steps are compiled")
+@pytest.mark.nightly
 def test_passes_compute_without_the_autocast_around_what_was_captured():
     loss = lambda m, x, y: F.cross_entropy(m(x), y.argmax(-1))  # noqa: E731
     step = {"model": WideHead, "loss": loss, "around": autocast, "chunk_loss": 2}
@@ -627,7 +627,7 @@ def test_passes_compute_without_the_autocast_around_what_was_captured():
 
 
 @pytest.mark.slow(reason="steps are compiled")
-@pytest.mark.parametrize("options", [{"dump": "dumped"}, {"validate": True}])
+@pytest.mark.parametrize("options", [{"dump": "dumped"}, nightly({"validate": True})])
 def test_who_looks_at_passes_sees_them_run(options, tmp_path):
     options = {name: tmp_path / "dumped" if name == "dump" else True for name in options}
     for _ in range(2):
@@ -662,7 +662,7 @@ def test_those_go_first_that_were_not_used_for_longest(folder, monkeypatch):
 
 
 @pytest.mark.slow(reason="steps are compiled")
-@pytest.mark.parametrize("fails", ["full", "no folder"])
+@pytest.mark.parametrize("fails", ["full", nightly("no folder")])
 def test_a_folder_that_takes_nothing_is_said_once(fails, folder, caplog, monkeypatch):
     if fails == "full":
         full = OSError(errno.ENOSPC, "No space left on device")
@@ -709,7 +709,7 @@ def test_what_cannot_be_read_is_compiled(folder):
     assert started(train_tiny).traced == 0
 
 
-@pytest.mark.slow(reason="steps are compiled")
+@pytest.mark.nightly
 def test_another_version_takes_nothing(monkeypatch):
     started(train_tiny)
     monkeypatch.setattr(torch, "__version__", "2.99.0")
@@ -722,7 +722,7 @@ def keep_forever(folder: str) -> None:
         compile_cache.keep(str(number % 3), bytes([number % 256]) * 2_000_000)
 
 
-@pytest.mark.slow(reason="30 processes write and are killed")
+@pytest.mark.nightly
 def test_processes_that_are_killed_leave_nothing_half_written(tmp_path):
     context = multiprocessing.get_context("fork")
     draw = random.Random(0)

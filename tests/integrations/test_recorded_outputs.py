@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kit.covering import nightly
 from tests.kit.trainers import CLASSES, built, of_experts
 
 
@@ -31,8 +32,8 @@ def train(build, asked, configured, compiles):
     "build, asked, configured, kind",
     (
         (built, {"output_attentions": True}, {}, "attentions"),
-        (built, {}, {"output_hidden_states": True}, "hidden_states"),
-        (of_experts, {"output_router_logits": True}, {}, "router_logits"),
+        nightly(built, {}, {"output_hidden_states": True}, "hidden_states"),
+        nightly(of_experts, {"output_router_logits": True}, {}, "router_logits"),
     ),
 )
 def test_what_is_recorded_is_what_is_without_compiling(build, asked, configured, kind):

@@ -143,8 +143,8 @@ def check(found, expected):
 CLOSE = {"rtol": 2e-6, "atol": 1e-6}
 
 
-@pytest.mark.slow(reason="two ranks and a single process train through Lightning")
-@pytest.mark.parametrize("micro_batches", (3, pytest.param(1, marks=pytest.mark.nightly)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("micro_batches", (1, 3))
 def test_losses_metrics_rates_and_steps_are_those_of_one_process(micro_batches, ranks, tmp_path):  # noqa: F811
     given = {"accumulate_grad_batches": micro_batches}
     found = ranks(2).run(fit_on_rank, str(tmp_path / "two"), 4, given, timeout_s=300)

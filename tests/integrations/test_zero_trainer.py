@@ -415,7 +415,7 @@ def means(kind):
     return Means
 
 
-@pytest.mark.slow(reason="trains through Trainer, and twice through ZeroTrainer")
+@pytest.mark.nightly
 def test_means_of_micro_batches_are_averaged_from_any_checkpoint_on(tmp_path):
     given = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1, "optim": "sgd"}
     given |= {"gradient_accumulation_steps": 3}  # of an epoch's four
@@ -453,7 +453,7 @@ def predicts(kind):
     return Predicts
 
 
-@pytest.mark.slow(reason="trains a step through Trainer and ZeroTrainer")
+@pytest.mark.nightly
 def test_a_prediction_of_ones_own_runs_on_shards(tmp_path):
     given = {"max_steps": 1}
     found, expected = (alone(predicts(kind), tmp_path, given)[1] for kind in (ZeroTrainer, Trainer))
@@ -471,7 +471,7 @@ class Stops(TrainerCallback):
         self.norms.append((logs or {}).get("grad_norm"))
 
 
-@pytest.mark.slow(reason="trains through Trainer")
+@pytest.mark.nightly
 def test_callbacks_see_and_stop_the_training(tmp_path):
     seen = Stops(2)
     trainer = ZeroTrainer(
@@ -554,7 +554,7 @@ class StepsAgain(ZeroTrainer):
         return sum(super(StepsAgain, self).training_step(model, inputs) for _ in steps)
 
 
-@pytest.mark.slow(reason="trains a step through Trainer")
+@pytest.mark.nightly
 def test_a_second_update_of_one_batch_is_an_error(tmp_path):
     given = arguments(tmp_path, max_steps=1)
     trainer = StepsAgain(built(), given, train_dataset=rows(), zero={"lowering": "eager"})

@@ -609,29 +609,31 @@ def train(form: str, batches: list[list[Batch]], options: dict | None, clips: bo
         return losses, [p.detach().clone() for p in model.parameters()]
 
 
-def train_on_rank(form, options, micro_batches=1, clips=False, masks_all=False, calls=2):
-    rank = dist.get_rank()
-    given = [
-        [batch_of(rank, m + 3 * call, masks_all) for m in range(micro_batches)]
-        for call in range(calls)
-    ]
+def train_on_rank(
+    form, options, micro_batches=1, clips=False, masks_all=False, calls=2, is_resized=False
+):
+    given = _given([dist.get_rank()], micro_batches, masks_all, calls, is_resized)
     return train(form, given, {"loss": "global", **options}, clips)
 
 
-def train_alone(form, world_size, micro_batches=1, clips=False, masks_all=False, calls=2):
-    given = [
+def train_alone(
+    form, world_size, micro_batches=1, clips=False, masks_all=False, calls=2, is_resized=False
+):
+    given = _given(range(world_size), micro_batches, masks_all, calls, is_resized)
+    return train(form, [[joined(batches)] for batches in given], None, clips)
+
+
+def _given(ranks, micro_batches, masks_all, calls, is_resized) -> list[list[Batch]]:
+    """Return each call's batches; they have the rows of the first's unless ``is_resized``."""
+    further = 3 if is_resized else len(ROWS)
+    return [
         [
-            joined(
-                [
-                    batch_of(rank, m + 3 * call, masks_all)
-                    for rank in range(world_size)
-                    for m in range(micro_batches)
-                ]
-            )
+            batch_of(rank, m + further * call, masks_all)
+            for rank in ranks
+            for m in range(micro_batches)
         ]
         for call in range(calls)
     ]
-    return train(form, given, None, clips)
 
 
 def check(found, expected) -> None:

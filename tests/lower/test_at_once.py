@@ -305,7 +305,7 @@ def imported_first():
 
 
 @pytest.mark.usefixtures("imported_first")
-@pytest.mark.slow(reason="another process imports torch and compiles")
+@pytest.mark.nightly
 def test_a_step_takes_over_what_is_compiled_meanwhile(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(CompiledRegion, "_known", {})
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -356,7 +356,7 @@ def test_batches_of_other_sizes_compile_nothing_in_the_training(monkeypatch, tmp
     torch.testing.assert_close(parameters, others, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow(reason="another process imports torch and compiles")
+@pytest.mark.nightly
 def test_a_process_that_dies_leaves_the_compiling_to_the_training(monkeypatch):
     monkeypatch.setattr(CompiledRegion, "_known", {})
 

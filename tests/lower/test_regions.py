@@ -325,7 +325,7 @@ def assert_trains_as_eagerly(step_of, batches, **options):
     torch.testing.assert_close(trained(step_of, batches, **options), expected)
 
 
-@pytest.mark.slow(reason="kernels are compiled")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "loss_of",
     first(
@@ -460,7 +460,7 @@ def compilations_of_sizes():
     return counts
 
 
-@pytest.mark.slow(reason="ranks compile")
+@pytest.mark.nightly
 def test_ranks_that_gather_compile_for_no_third_size(ranks):  # noqa: F811
     for counts in ranks(2).run(compilations_of_sizes, timeout_s=200.0):
         assert 0 < counts[0] < counts[1] == counts[-1], counts
@@ -505,7 +505,7 @@ def test_views_of_what_inductor_lays_out_otherwise_may_be_copies(joined):
     assert_trains_as_eagerly(lambda model, x: (joined(model(x)) * weights).sum(), batches)
 
 
-@pytest.mark.slow(reason="kernels are compiled")
+@pytest.mark.nightly
 def test_a_flex_attention_is_not_fused_and_a_line_says_so(caplog):
     torch._dynamo.reset()
     model = nn.Linear(16, 16)

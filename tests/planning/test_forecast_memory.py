@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.cost.test_cost import MODELS as OTHERS
 from tests.kit.allocations import Allocations
+from tests.kit.covering import nightly
 from tests.kit.models import (
     ConvNet,
     Recurrent,
@@ -167,7 +168,7 @@ def test_a_later_step_allocates_what_the_plan_says(ranks, name, stage, world_siz
 
 
 @pytest.mark.slow(reason="steps are compiled and run on ranks")
-@pytest.mark.parametrize("name", ("MLP", "narrow convolution"))
+@pytest.mark.parametrize("name", ("MLP", nightly("narrow convolution")))
 def test_the_rank_that_takes_most_allocates_what_the_plan_says(ranks, name):  # noqa: F811
     most = max(ranks(2).run(allocated, name, 3))
     assert abs(predicted(name, 3, 2) - most) <= SCALARS

@@ -112,7 +112,7 @@ def test_what_dead_runs_have_left_beside_each_other_goes_too(claimed, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {CLAIM}
 
 
-@pytest.mark.slow(reason="processes of its own start")
+@pytest.mark.nightly
 def test_a_process_that_was_killed_has_let_go(tmp_path):
     code = (
         "import os, signal, sys; from zerofx.report.folder import claim; "
@@ -225,7 +225,7 @@ def test_names_of_functions_make_names_of_folders():
     assert file_name("../../etc/passwd5_0") == "_.._etc_passwd5_0"
 
 
-@pytest.mark.slow(reason="processes of its own start")
+@pytest.mark.nightly
 def test_torchs_structured_trace_has_the_same_programs(tmp_path):
     """``TORCH_TRACE``, which tlparse reads, with and without a folder to dump to."""
     code = (

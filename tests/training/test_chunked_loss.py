@@ -10,7 +10,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.kit.covering import each_value
+from tests.kit.covering import each_pair
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 
 CLASSES, WIDTH, LENGTH = 1300, 6, 8
@@ -62,7 +62,7 @@ FORMS = ("one loss", "two losses of one head", "a penalty on the head")
 
 
 @pytest.mark.slow(reason="ranks trace and train")
-@pytest.mark.parametrize(("form", "stage"), each_value(FORMS, (1, 3)))
+@pytest.mark.parametrize(("form", "stage"), each_pair(FORMS, (1, 3), default=[("one loss", 1)]))
 def test_ranks_with_few_tokens_and_many_train_as_with_the_loss_whole(ranks, form, stage):  # noqa: F811
     rows = 40, 3  # three chunks and one
     whole, some = (

@@ -530,7 +530,7 @@ def refuse_meshes():
     refuse("has all of the world's ranks, in their order", given(swapped, {"gpu": 3, "node": 0}))
 
 
-@pytest.mark.slow(reason="four ranks: the least that has two axes")
+@pytest.mark.nightly
 def test_what_is_no_mesh_of_data_parallel_ranks_is_refused(ranks):
     ranks(4).run(refuse_meshes)
 

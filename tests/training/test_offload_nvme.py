@@ -20,7 +20,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.kit.covering import first, only
+from tests.kit.covering import first, nightly, only
 from tests.kit.device_memory import squares
 from tests.kit.files import files_of, open_in
 from tests.kit.models import features
@@ -130,7 +130,7 @@ TWO_BUCKETS = 4 * PAGE  # of AdamW's two moments, each of which begins at a page
 
 
 @pytest.mark.slow(reason="a step with files and one without, on two ranks")
-@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("world_size", (nightly(1), 2))
 @pytest.mark.parametrize("stage", only((3,), (1, 2, 3)))
 @pytest.mark.parametrize("step", (exhaustive(plain), clipped))
 def test_losses_parameters_and_states_are_bitwise_those_without_offload(

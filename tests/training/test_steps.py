@@ -15,7 +15,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit import models
-from tests.kit.covering import exhaustive, first, only
+from tests.kit.covering import exhaustive, first, nightly, only
 from tests.kit.models import Mlp, squared_loss
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
 from tests.kit.step_forms.form import FORMS, STEPS, Training, adamw, simple, step_with
@@ -131,9 +131,6 @@ def test_alone_a_step_is_the_eager_one(name):
     only(
         (
             "accumulation_in_a_loop",
-            "gradients_never_zeroed",
-            "scaler_with_unscaled_clipping",
-            "parameters_read_after_the_update",
             "plain",
         ),
         [exhaustive(name) if name in ALONE_SAYS_IT else name for name in QUICK if name in SHARED],
@@ -144,7 +141,7 @@ def test_two_ranks_train_as_one_process_on_both_batches(name, on_two_ranks):
 
 
 @pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("stage", (0, 1, 2))
+@pytest.mark.parametrize("stage", (nightly(0), 1, nightly(2)))
 @pytest.mark.parametrize("name", only(("weights_decayed_by_hand",), AT_EVERY_STAGE))
 def test_every_stage_trains_as_one_process(name, stage, on_two_ranks):
     assert_trains_alike(name, stage, on_two_ranks(name, stage))
@@ -490,7 +487,7 @@ def means_with_recompilations(alone: bool) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 @pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("alone", (True, False))
+@pytest.mark.parametrize("alone", (True, nightly(False)))
 def test_a_later_program_leaves_buffers_the_ranks_own(alone, ranks):  # noqa: F811
     """Rank 1 compiles for buffers that it has not had before, alone or as rank 0 does."""
     for rank, (mean, offset, programs) in enumerate(

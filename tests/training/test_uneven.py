@@ -351,7 +351,7 @@ def end_with_delayed_updates(last: bool):
         return model.weight.detach().clone()
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 def test_the_end_keeps_delayed_updates(ranks):  # noqa: F811
     (expected, *_), (found, *_) = (ranks(2).run(end_with_delayed_updates, e) for e in (False, True))
     assert torch.equal(found, expected)
@@ -377,7 +377,7 @@ def end_with_files(directory: str) -> tuple[list[int], bool]:
     return ends, bool(step(torch.ones(1, WIDTH)) < before)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 def test_the_end_lets_go_of_what_was_read_of_files(ranks, tmp_path):  # noqa: F811
     assert ranks(2).run(end_with_files, str(tmp_path)) == [([0, 0], True)] * 2
 

@@ -337,7 +337,7 @@ def soak(steps):
     assert traffic_of(comm).gathered_bytes == 0
 
 
-@pytest.mark.slow(reason="two hundred rounds")
+@pytest.mark.nightly
 def test_soak_with_12_gathers_in_flight(ranks):
     ranks(2).run(soak, 200)
 

@@ -136,7 +136,7 @@ def slow_on_one_rank():
         return first, train(mesh, {"gpu": 3, "node": 0})[1], len(calls)
 
 
-@pytest.mark.slow(reason="four ranks: the least that has two axes")
+@pytest.mark.nightly
 def test_all_nodes_plan_with_the_slowest_rank_of_any(ranks):
     for first, later, times in ranks(4).run(slow_on_one_rank):
         assert first == later and times == 2, "once along each axis"
@@ -156,7 +156,7 @@ def given_on_a_mesh(folder: str):
     return explained, figures, flat
 
 
-@pytest.mark.slow(reason="four ranks: the least that has two axes")
+@pytest.mark.nightly
 def test_given_figures_are_taken_and_shown_by_axis(ranks, tmp_path):
     expected = of({"node": NODE, "gpu": GPU})
     for explained, figures, flat in ranks(4).run(given_on_a_mesh, str(tmp_path)):

@@ -87,7 +87,7 @@ def load_and_count(path, stage, options):
     return num_at_load, in_step, whole, losses, states(pair)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stage", "tier"),
     only(((3, "nvme"),), [(0, None), (1, None), (2, "cpu"), (3, None), (3, "cpu"), (3, "nvme")]),

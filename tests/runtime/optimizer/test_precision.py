@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.kit.covering import each_value, first
+from tests.kit.covering import each_value, first, nightly
 from tests.kit.optimizers import VARIANTS
 from tests.runtime.optimizer.test_update import layout, shard
 from zerofx import compat
@@ -316,7 +316,7 @@ def test_updates_too_small_for_bfloat16_move_a_parameter_on_average(uncompiled):
 
 
 @pytest.mark.slow(reason="four trainings, each on other ranks and traced by itself")
-@pytest.mark.parametrize("precision", [ROUNDED, Precision(moment_dtype=torch.bfloat16)])
+@pytest.mark.parametrize("precision", [ROUNDED, nightly(Precision(moment_dtype=torch.bfloat16))])
 def test_any_number_of_ranks_rounds_alike(precision, uncompiled):
     wholes = randoms(127, 1024, 640, dtype=torch.bfloat16)
     found = []

@@ -70,7 +70,7 @@ def test_two_stores_in_one_directory_do_not_see_each_other(tmp_path):
         assert torch.equal(read(one, "b")[0, "shard"], values)
 
 
-@pytest.mark.slow(reason="processes of its own start")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "end", first(1, ["pass", "raise SystemExit(3)", "raise RuntimeError('no')"])
 )
