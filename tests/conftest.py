@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch._dynamo
+import torch.distributed as dist
 
 from tests.kit.ranks import forget
 from tests.kit.tiers import (  # noqa: F401  # hooks
@@ -28,6 +29,7 @@ os.environ.setdefault("ZEROFX_PROGRAM_CACHE", "0")
 @pytest.fixture(autouse=True, scope="module")
 def nothing_to_collect():
     yield
+    assert not dist.is_initialized(), "this file leaves a process group to all later ones"
     forget()
 
 

@@ -106,20 +106,22 @@ def found_of(trainer, model):
     return model.losses, metrics, rates, trainer.global_step
 
 
-@pytest.mark.slow(reason="compiles a step and an evaluation")
-def test_a_step_and_an_evaluation_are_compiled_once(tmp_path):
-    torch._dynamo.reset()
-    model = Classifier()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        trainer_of(tmp_path, strategy_of(), 1).fit(model, batches(8), batches(8))
-    assert len(model.losses) == 6
-
-
 def fit_on_rank(folder, rows, given, zero=None, checkpoint=None):
     with as_torchrun():
         trainer, model = trainer_of(folder, strategy_of(zero), _ranks(), **given), Classifier()
         trainer.fit(model, batches(rows), batches(rows), ckpt_path=checkpoint)
         return found_of(trainer, model)
+
+
+def fit_and_count(folder) -> int:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        return len(fit_on_rank(folder, 8, {})[0])
+
+
+@pytest.mark.slow(reason="compiles a step and an evaluation")
+def test_a_step_and_an_evaluation_are_compiled_once(ranks, tmp_path):  # noqa: F811
+    assert ranks(1).run(fit_and_count, str(tmp_path)) == [6]
 
 
 def _ranks() -> int:
