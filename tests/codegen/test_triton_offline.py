@@ -91,7 +91,7 @@ ON_DEVICES = [
 ]
 
 
-@pytest.mark.parametrize("name, capability", first(22, ON_DEVICES))
+@pytest.mark.parametrize("name, capability", first(8, ON_DEVICES))
 def test_streams_move_in_16_bytes_and_nothing_else_does(name, capability):
     made, ptx = program(**VARIANTS[name]), compiled(name, capability).asm["ptx"]
     loads, stores = accesses(ptx, "ld"), accesses(ptx, "st")
@@ -103,7 +103,7 @@ def test_streams_move_in_16_bytes_and_nothing_else_does(name, capability):
     assert 16 * (loads[16] + stores[16]) == (wide - scales) * per_thread
 
 
-@pytest.mark.parametrize("name, capability", ON_DEVICES)
+@pytest.mark.parametrize("name, capability", first(16, ON_DEVICES))
 def test_nothing_is_spilled(name, capability, tmp_path):
     usage = resource_usage(compiled(name, capability), tmp_path)
     assert usage["STACK"] == usage["LOCAL"] == 0 and 0 < usage["REG"] <= 255

