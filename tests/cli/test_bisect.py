@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import zerofx.__main__ as command_line
+from tests.kit.covering import each_pair
 from tests.kit.ranks import Ranks
 from zerofx.cli.bisect import NEEDED
 from zerofx.cli.training_runs import SWITCHED, Command, furthest
@@ -73,8 +74,7 @@ def test_the_pass_that_a_run_fails_of_is_named(name, bisect):
     assert off == {f"ZEROFX_{name.upper()}=0"}
 
 
-@pytest.mark.parametrize("name", NEEDED)
-@pytest.mark.parametrize("has_metric", (False, True))
+@pytest.mark.parametrize(("name", "has_metric"), each_pair(NEEDED, (False, True)))
 def test_a_pass_that_has_no_switch_is_named(name, has_metric, bisect):
     code = f"bad = {name!r} in needed\n"
     if has_metric:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.kit.covering import each_pair
 from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
@@ -255,8 +256,10 @@ def accumulate_and_update(model, optimizer):
     return step
 
 
-@pytest.mark.parametrize("step_of", [update_only, accumulate_more, accumulate_and_update])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("step_of", "stage"),
+    each_pair([update_only, accumulate_more, accumulate_and_update], [0, 1, 2, 3]),
+)
 def test_gradients_of_an_earlier_call_come_in(step_of, stage):
     captured = accumulated_before(step_of)
     program = rewritten(captured, stage=stage)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.kit.covering import each_pair
 from tests.kit.programs import (
     assert_same_numerics,
     capture,
@@ -148,8 +149,7 @@ def test_updates_stay_behind_the_norm_of_all_gradients():
     assert all(order[norms[0]] < order[update] for update in nodes_of(program, ops.update))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("name", "stage"), each_pair(STEPS, STAGES))
 def test_nothing_else_changes(name, stage):
     captured = STEPS[name]()
     before, after = rewritten(captured, stage=stage), moved(captured, stage)

@@ -78,10 +78,7 @@ assert set(QUICK) >= ALONE_SAYS_IT
 # What the default run has of each kind of form.
 OF_EACH_KIND = (
     "plain",
-    "double_precision",
-    "counting_buffers",
     "tied_weights",
-    "frozen_parameters",
     "batch_norm",
     "dropout",
     "batches_whose_shape_changes",
@@ -89,11 +86,9 @@ OF_EACH_KIND = (
     "parameter_group_added_after_the_first_step",
     "gradients_times_an_element_of_a_parameter",
     "optimizer_AdamW",
-    "optimizer_RMSprop_centered",
     "tensor_lr",
     "closure",
     "gradients_never_zeroed",
-    "gradients_centred",
     "accumulation_in_a_loop",
     "accumulation_in_a_loop_sharded",
     "accumulation_across_two_functions_local",
