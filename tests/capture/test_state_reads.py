@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tests.conftest  # noqa: F401  # the backend's name
+from tests.kit.covering import each_pair
 from tests.kit.trainings import assert_same, built, plain, run, zero
 from zerofx.errors import StepError
 
@@ -56,8 +57,9 @@ def refused(step, words, pair, **options):
 SHARD = r"reads optimizer\.state\[\.\.\.\]\['exp_avg(_sq)?'\] of AdamW, .* its shard alone"
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
-@pytest.mark.parametrize("step", (read_after, read_before, read_if_there, look_only))
+@pytest.mark.parametrize(
+    ("step", "stage"), each_pair((read_after, read_before, read_if_there, look_only), (1, 2, 3))
+)
 def test_states_that_are_shards_are_refused(step, stage):
     refused(step, SHARD, built(), stage=stage)
 

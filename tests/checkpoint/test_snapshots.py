@@ -157,6 +157,7 @@ def test_a_change_behind_its_back_is_an_error(tmp_path):
     train(compiled, pair, range(2, 3))
 
 
+@pytest.mark.nightly
 def test_a_copy_that_fails_ends_the_save_and_not_the_training(tmp_path):
     torch._dynamo.reset()
     pair, other, compiled = built(), built(), zero(3)

@@ -90,6 +90,7 @@ def test_what_is_not_finite_makes_the_sum_so(value):
         torch.testing.assert_close(found, torch.tensor(value).square(), equal_nan=True)
 
 
+@pytest.mark.nightly
 def test_the_sum_is_in_the_updates_loop(caplog, monkeypatch, tmp_path):
     """Inductor's source goes through the gradient once, whichever of the two is asked for."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what is found is not written

@@ -338,7 +338,7 @@ def saved_in_part(folder):
         return trainer.global_step, again.net[0].bias.tolist() == bias
 
 
-@pytest.mark.slow(reason="two ranks train two steps through Lightning")
+@pytest.mark.nightly
 def test_shards_of_a_save_that_had_no_room_for_the_rest_do_not_count(ranks, tmp_path):  # noqa: F811
     assert ranks(2).run(saved_in_part, str(tmp_path), timeout_s=300) == [(1, True)] * 2
 

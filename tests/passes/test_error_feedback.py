@@ -67,6 +67,7 @@ def test_each_axis_of_a_mesh_keeps_its_own(codes, stages, monkeypatch):
     assert_is_the_formula(captured, monkeypatch, codes, codes, **options)
 
 
+@pytest.mark.nightly
 def test_shards_that_nodes_do_not_divide_keep_theirs(monkeypatch):
     captured = wide_mlp(axes=(("node", 3), ("gpu", 2)), num_steps=2)
     codes = {"gpu": "int8", "node": "int8"}
@@ -75,6 +76,7 @@ def test_shards_that_nodes_do_not_divide_keep_theirs(monkeypatch):
     assert_same_numerics(wanted, found, bitwise=False)  # a product by six is rounded
 
 
+@pytest.mark.nightly
 def test_micro_batches_are_corrected_by_what_those_before_have_lost(monkeypatch):
     captured = wide_mlp(num_batches=2, num_steps=2)
     options = on("int8", process_group=None, bucket=False, accumulate="sharded")

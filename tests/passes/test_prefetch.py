@@ -319,6 +319,7 @@ def test_requires_sharded_updates():
         run_pipeline(program.gm, context_of(program), passes)
 
 
+@pytest.mark.slow(reason="whole programs are rewritten and run")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_is_bitwise_the_program_before_it(stage):
     for captured in (mlp_step(4, clip=True), autocast_step(), tied_step()):

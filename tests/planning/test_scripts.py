@@ -91,6 +91,7 @@ def test_a_script_is_planned_up_to_its_first_compiled_call(planned, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
+@pytest.mark.slow(reason="a script is planned")
 def test_its_parameters_are_never_made(planned):
     """96 GiB of them and of AdamW's states."""
     code = SCRIPT.replace(
@@ -104,6 +105,7 @@ def test_its_parameters_are_never_made(planned):
     assert "8590196736 elements, 32.00 GiB" in out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "before, after",
     [
@@ -208,6 +210,7 @@ def test_figures_and_a_limit_are_given(planned):
     assert "bytes_per_s=1e+06" in out and "too much" in out
 
 
+@pytest.mark.nightly
 def test_files_are_compared(planned, tmp_path, capsys):
     for ranks, name in (("4", "four.json"), ("8", "eight.json")):
         words = ["--ranks", ranks, "--json", str(tmp_path / name)]
@@ -289,6 +292,7 @@ def test_a_script_that_needs_its_parameters_is_told_where(planned, line, words):
     assert words in err and "a plan never makes parameters" in err, err
 
 
+@pytest.mark.slow(reason="a script is planned")
 def test_a_script_reads_what_is_computed_of_no_parameter(planned):
     code = textwrap.dedent(SCRIPT).replace(
         "\ndef step",

@@ -130,6 +130,7 @@ NIGHTLY_FORMS = [
 QUICK_STAGES, NIGHTLY_STAGES = [("mlp", 2)], [("language", 3), ("two optimizers", 1)]
 
 
+@pytest.mark.slow(reason="whole programs are written and run")
 @parametrized(("name", "form"), FORMS, QUICK_FORMS, NIGHTLY_FORMS)
 def test_every_program_computes_from_its_file_what_it_does_in_memory(name, form, tmp_path):
     watched = []

@@ -164,6 +164,7 @@ def test_a_fault_is_told_with_its_pass_and_the_first_node_that_differs(change):
     assert re.search(rf"that node '\w+', of .*programs.py:\d+ {re.escape(line)}", message), message
 
 
+@pytest.mark.slow(reason="a pipeline is validated pass by pass")
 def test_what_rounds_otherwise_is_told_from_what_is_wrong():
     """A norm of shards is summed in another order: the pass says so, and is believed that far."""
     clipped = short_language_step()

@@ -50,6 +50,7 @@ def test_nothing_is_called_while_dumps_are_off():
     assert calls_into_dumps(None) == set()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ("write.py:write", "timeline.py:trace_of"))
 def test_with_dumps_the_same_would_be_seen(name, tmp_path):
     assert name in calls_into_dumps(str(tmp_path))

@@ -427,6 +427,7 @@ def test_writing_what_an_update_reads_before_it_is_refused(write, make):
         zero(step, 0)(model, optimizer, *BATCH, optimizer.param_groups)
 
 
+@pytest.mark.slow(reason="several steps are compiled")
 def test_what_no_update_reads_may_be_written_before_it_and_rates_after_it():
     class Noting(torch.optim.SGD):
         notes = 0

@@ -225,6 +225,7 @@ def test_what_a_step_moves_is_what_the_program_says():
     assert copies.to_device_bytes == 3 * moved.to_device > 0
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_explain_says_where_states_are_and_what_moves():
     pair, compiled = built(), zero(**OFFLOAD)
     run(compiled, pair, range(2))
@@ -392,6 +393,7 @@ class Watched:
         self.patch.stop()
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_updates_run_in_a_thread_of_their_own_and_are_prepared_in_the_steps():
     pair, compiled = built(), zero(**OFFLOAD)
     run(compiled, pair, range(1))

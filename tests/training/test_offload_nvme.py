@@ -521,6 +521,7 @@ def adds_a_state(model, optimizer, x, y):
     return loss + optimizer.state[model.head.weight]["exp_avg"].sum()
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_a_step_that_reads_a_state_itself_is_refused_and_nothing_has_changed(tmp_path):
     pair, compiled = built(), zero(**files(tmp_path))
     losses = run(compiled, pair, range(2))

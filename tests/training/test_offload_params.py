@@ -305,6 +305,7 @@ def test_no_room_on_the_host_is_an_error_with_the_numbers_before_the_first_step(
     assert REGISTRY.lookup(pair[0].head.weight) is None
 
 
+@pytest.mark.nightly
 def test_what_is_there_already_needs_no_more_room(monkeypatch):
     pair = built()
     run(zero(**PARAMS), pair, range(1))
@@ -342,6 +343,7 @@ def with_evaluations(order, offload):
     return found, pair[0].state_dict(), pair[1].state_dict(), places
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("offload", [ALL, pytest.param(PARAMS, marks=EXHAUSTIVE)], ids=str)
 def test_an_evaluation_without_the_option_takes_shards_from_the_host(offload):
     order = ("train", "judge", "train", "judge")
@@ -428,6 +430,7 @@ def test_a_step_that_fails_leaves_the_next_one_alone():
     assert run(compiled, pair, range(1, 3))
 
 
+@pytest.mark.slow(reason="ranks compile")
 def test_ranks_that_disagree_hear_of_it(ranks):
     with pytest.raises(Exception, match="offload params"):
         ranks(2).run(train_with, [PARAMS, {}])

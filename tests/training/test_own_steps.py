@@ -354,6 +354,7 @@ def sends():
     return traffic.sent_bytes["exchange"], wire_bytes(program.gm, 2).exchanges
 
 
+@pytest.mark.nightly
 def test_a_parameter_and_its_gradient_travel_once_and_the_value_comes_back(ranks):
     sent = ranks(2).run(sends)
     numel = sum(p.numel() for p in Net().parameters()) - 4  # one has no gradient
@@ -379,6 +380,7 @@ def swings():
         compiled(step, 3)(model, optimizer, *batch(0, rank))
 
 
+@pytest.mark.nightly
 def test_a_number_that_comes_to_differ_between_ranks_is_refused(ranks):
     ranks(2).run(swings)
 
@@ -434,6 +436,7 @@ class LooksElsewhere(Lamb):
                 self.update(self.param_groups[0], p, self.state[p])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -482,6 +485,7 @@ class ReplacesGradients(Lamb):
         p.grad = p.grad * 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", (WritesGradients, ReplacesGradients))
 def test_a_gradient_that_is_written_and_read_later_is_refused(kind):
     def keeps_gradients(model, optimizer, x, y):
@@ -508,6 +512,7 @@ def scaled_step(model, optimizer, scaler, x, y):
     optimizer.zero_grad()
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_a_step_that_overflows_is_left_out():
     model, optimizer = built("Lamb")
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
@@ -652,6 +657,7 @@ def cannot_be_sent():
         optimizer.state_dict()
 
 
+@pytest.mark.nightly
 def test_a_state_that_cannot_be_sent_is_an_error_on_all_ranks(ranks):
     ranks(2).run(cannot_be_sent)
 

@@ -154,6 +154,7 @@ def test_ranks_with_batches_of_other_shapes_agree(ranks):
             assert_same(mine[2], its[2])
 
 
+@pytest.mark.nightly
 def test_options_that_are_given_stay():
     pair, compiled = built(), auto(plain, 10**9, stage=1, bucket_bytes=400)
     run(compiled, pair, [0])
@@ -161,6 +162,7 @@ def test_options_that_are_given_stay():
     assert (chosen.stage, chosen.bucket_bytes, chosen.offload) == (1, 400, ())
 
 
+@pytest.mark.slow(reason="a step is planned and compiled")
 def test_a_later_function_takes_over_the_plan():
     pair = built()
     training = auto(plain, 10**9, stage=2)
@@ -176,6 +178,7 @@ def test_a_later_function_takes_over_the_plan():
     run(training, pair, [1])
 
 
+@pytest.mark.slow(reason="a step is planned and compiled")
 def test_it_says_what_it_has_chosen_and_why():
     pair, compiled = built(), auto(plain, 10**9)
     run(compiled, pair, [0])
@@ -184,6 +187,7 @@ def test_it_says_what_it_has_chosen_and_why():
     assert "its matrix products alone take" in table
 
 
+@pytest.mark.slow(reason="a step is planned and compiled")
 def test_without_a_limit_it_is_what_is_free():
     pair, compiled = built(), auto(plain, None)
     run(compiled, pair, [0])
@@ -198,6 +202,7 @@ def test_nothing_fits():
         run(auto(plain, 10), built(), [0])
 
 
+@pytest.mark.nightly
 def test_what_fits_on_more_ranks_says_on_how_many():
     with pytest.raises(BudgetError, match="train on 4 ranks, where stage 3 fits"):
         run(auto(plain, 8_000_000, offload=()), built(), [0])

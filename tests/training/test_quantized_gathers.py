@@ -119,6 +119,7 @@ def assert_trains_alike(results, num_shards=None):
             assert torch.equal(state[name], results[0][1][name])
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 def test_two_ranks_train_as_one_that_rounds(ranks):
     results = ranks(2).run(train_coded, {})
     assert_trains_alike(results)

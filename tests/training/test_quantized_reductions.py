@@ -180,6 +180,7 @@ def assert_trains_alike(results, shape, stages, codes, feedback=None):
             assert torch.equal(state[name], results[0][1][name]), name
 
 
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("code", ("int8", pytest.param("int4", marks=pytest.mark.nightly)))
 def test_two_ranks_train_as_one_process_that_rounds(ranks, code):
     shape, stages = (1, 2), (3, 0)

@@ -76,7 +76,7 @@ def own_terms():
     return terms({"stage": 0, "loss": "global"}), terms({"stage": 0, "loss": "rank"})
 
 
-@pytest.mark.slow(reason="two programs of two ranks")
+@pytest.mark.nightly
 def test_terms_of_a_loss_and_what_is_computed_of_it_are_the_ranks_own(ranks):  # noqa: F811
     found = ranks(2).run(own_terms)
     (first, *_), (other, *_) = (of_global for of_global, _ in found)
@@ -105,6 +105,7 @@ def own_count():
     return loss.item(), mine.item(), bounded.item()
 
 
+@pytest.mark.nightly
 def test_a_count_that_is_returned_stays_the_ranks_own(ranks):  # noqa: F811
     (expected, *_), _ = train_alone("cross_entropy", 2, calls=1)
     for rank, (loss, *counted) in enumerate(ranks(2).run(own_count)):

@@ -107,6 +107,7 @@ def test_a_rank_reads_the_shards_that_it_keeps(stage, tier, ranks, tmp_path):  #
     assert total == (4 if stage == 0 else 2) * results[0][2]
 
 
+@pytest.mark.slow(reason="steps are compiled and run")
 def test_plain_torch_reads_them_by_using_them(path):
     other = built()
     compiled = zero(0)

@@ -107,5 +107,6 @@ def check_left_behind() -> None:
         torch.testing.assert_close(mine.grad, its.grad)
 
 
+@pytest.mark.nightly
 def test_what_a_call_leaves_in_grad_knows_nothing_of_its_bucket(ranks):  # noqa: F811
     ranks(2).run(check_left_behind)

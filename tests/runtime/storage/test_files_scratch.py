@@ -89,7 +89,7 @@ print(len(os.listdir(sys.argv[1])))
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.slow(reason="processes of its own start")
+@pytest.mark.nightly
 def test_killed_processes_leave_nothing(run, tmp_path):
     script = """
 from tests.kit.files import empty, layout, store_of

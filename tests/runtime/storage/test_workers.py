@@ -131,7 +131,7 @@ worker.start(lambda: time.sleep(0.2) or print("ended"))
 """
 
 
-@pytest.mark.slow(reason="processes of its own start")
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows forks nothing")
 def test_a_fork_has_a_thread_of_its_own_and_exits_are_clean():
     """At the interpreter's exit, what is under way ends."""
