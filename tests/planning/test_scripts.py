@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import sys
 import textwrap
@@ -226,13 +227,25 @@ def test_files_are_compared(planned, tmp_path, capsys):
     assert size_text(sum(four["stages"]["3"]["keeps"].values())) + " -> " in row
     assert command_line.main(["plan", "--compare", files[0], files[0]]) == 0
     assert "->" not in capsys.readouterr().out
-    (tmp_path / "other.json").write_text("[]")
-    assert command_line.main(["plan", "--compare", files[0], str(tmp_path / "other.json")]) == 1
-    assert "is no plan" in capsys.readouterr().err
     del four["stages"]["2"]["device_bytes"]
     (tmp_path / "other.json").write_text(json.dumps(four))
     assert command_line.main(["plan", "--compare", files[0], str(tmp_path / "other.json")]) == 1
     assert "another version of zerofx: write it again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("ranks: 4", "is no plan: Expecting value"),
+        ("{}", "is no plan: write it with plan --json"),
+        ("[{}]", "has the plans of a --sweep, .* write it with plan --ranks N --json"),
+    ],
+)
+def test_what_is_no_plan_is_not_compared(tmp_path, capsys, text, words):
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    assert command_line.main(["plan", "--compare", str(file), str(file)]) == 1
+    assert re.search(words, capsys.readouterr().err)
 
 
 @pytest.mark.slow(reason="a script is planned for two numbers of ranks")

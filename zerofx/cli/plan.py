@@ -195,8 +195,13 @@ def _read(path: Path) -> Mapping[str, Any]:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CommandError(f"{path} is no plan: {error}") from None
+    if isinstance(facts, list):
+        raise CommandError(
+            f"{path} has the plans of a --sweep, and --compare takes one from each file: write it "
+            "with plan --ranks N --json"
+        )
     if not isinstance(facts, dict) or "stages" not in facts:
-        raise CommandError(f"{path} is no plan of one number of ranks: write it with plan --json")
+        raise CommandError(f"{path} is no plan: write it with plan --json")
     if any({"device_bytes", "expected_s", "lanes_s"} - set(of) for of in facts["stages"].values()):
         raise CommandError(f"{path} is a plan of another version of zerofx: write it again")
     return facts
