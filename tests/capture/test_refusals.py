@@ -58,6 +58,21 @@ def chooses_rows(model, optimizer, x, loss):
     return x[x > 0].sum()
 
 
+def aligns(model, optimizer, x, loss):
+    nn.functional.ctc_loss(x.log_softmax(-1)[:, None], torch.ones(1, 2).int(), (4,), (2,))
+
+
+def counts(model, optimizer, x, loss):
+    torch.bincount(x.argmax(-1), minlength=4)
+
+
+NORM = nn.BatchNorm1d(4, momentum=None)
+
+
+def averages(model, optimizer, x, loss):
+    NORM(x)
+
+
 def locks(model, optimizer, x, loss):
     with LOCK:
         return loss
@@ -149,6 +164,9 @@ CAUSES = {
     looks_for_nan: ("decides by a tensor's value", "after the call"),
     repeats: ("decides by a tensor's value", "torch.where"),
     chooses_rows: ("size of its result depends", "multiply by the mask"),
+    aligns: ("CTC", "another loss"),
+    counts: ("torch.bincount", "F.one_hot"),
+    averages: ("momentum=None", "as a number"),
     locks: ("takes a lock", "before the first call"),
     debugs: ("debugger", "without torch.compile"),
     writes: ("opens a file", "out of the step"),

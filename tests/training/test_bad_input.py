@@ -190,10 +190,10 @@ def uses_both_devices(model, optimizer, x, y):
     return loss
 
 
-class Sparse(nn.Module):
-    def __init__(self, kind: type[nn.Module]):
+class Embedded(nn.Module):
+    def __init__(self, kind: type[nn.Module], **given):
         super().__init__()
-        self.embedding = kind(models.VOCABULARY, 5, sparse=True)
+        self.embedding = kind(models.VOCABULARY, 5, **given)
 
     def forward(self, ids):
         return self.embedding(ids).flatten(1).mean(1, keepdim=True).expand(-1, 3)
@@ -262,14 +262,21 @@ REFUSALS = {
     "sparse embedding": Refusal(
         good_step,
         ("sparse=True", "Use sparse=False"),
-        make_model=lambda: Sparse(nn.Embedding),
+        make_model=lambda: Embedded(nn.Embedding, sparse=True),
         make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
         inputs=IDS,
     ),
     "sparse embedding bag": Refusal(
         good_step,
         ("sparse=True", "Use sparse=False"),
-        make_model=lambda: Sparse(nn.EmbeddingBag),
+        make_model=lambda: Embedded(nn.EmbeddingBag, sparse=True),
+        make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+        inputs=IDS,
+    ),
+    "embedding of bounded rows": Refusal(
+        good_step,
+        ("max_norm writes to its weight", "weight.renorm(2, 0, max_norm)"),
+        make_model=lambda: Embedded(nn.Embedding, max_norm=1.0),
         make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
         inputs=IDS,
     ),

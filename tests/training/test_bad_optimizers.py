@@ -12,6 +12,7 @@ from torch._dynamo.exc import Unsupported
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+import zerofx
 from tests.kit import models
 from tests.kit.covering import only
 from tests.kit.models import Mlp, squared_loss
@@ -64,6 +65,69 @@ def test_a_hook_that_comes_between_two_calls_is_refused():
         step(model, optimizer, *BATCH)
     hook.remove()
     step(model, optimizer, *BATCH)
+
+
+@pytest.mark.parametrize("kind", ("register_hook", "register_post_accumulate_grad_hook"))
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_hook_on_a_gradient_that_comes_between_two_calls_is_refused(stage, kind):
+    model = Mlp()
+    optimizer, step = sgd(model), zero(good_step, stage=stage)
+    step(model, optimizer, *BATCH)
+    hook = getattr(next(model.parameters()), kind)(lambda _: None)
+    with pytest.raises(StepError, match="has gradient hooks"):
+        step(model, optimizer, *BATCH)
+    hook.remove()
+    step(model, optimizer, *BATCH)
+
+
+class Lookalike(torch.optim.Optimizer):
+    """Has another's groups and states, and nothing of its class."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+        self.defaults = inner.defaults
+
+    def step(self, closure=None):
+        self.inner.step()
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+
+class Plain:
+    __init__, step, zero_grad = Lookalike.__init__, Lookalike.step, Lookalike.zero_grad
+
+
+def test_an_optimizer_that_is_none_by_half_is_refused_and_a_wrapper_trains():
+    model = Mlp()
+    with pytest.raises(
+        StepError, match="has not called Optimizer.__init__.* derive it from object"
+    ):
+        zero(good_step)(model, Lookalike(sgd(model)), *BATCH)
+    trained, expected = Mlp(), copy.deepcopy(model)
+    trained.load_state_dict(model.state_dict())
+    zero(good_step)(trained, Plain(sgd(trained)), *BATCH)
+    good_step(expected, sgd(expected), *BATCH)
+    with zerofx.full_params(trained):
+        for one, other in zip(trained.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+class TakesBatchSize(torch.optim.SGD):
+    def step(self, closure=None, batch_size=4):
+        return super().step(closure)
+
+
+def test_arguments_of_a_step_are_refused():
+    model = Mlp()
+    optimizer = TakesBatchSize(model.parameters(), lr=0.1)
+
+    def step(x, y):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step(batch_size=2)
+
+    with pytest.raises(StepError, match="TakesBatchSize.step is called with more than a closure"):
+        zero(step)(*BATCH)
 
 
 class DecaysAll(torch.optim.Optimizer):

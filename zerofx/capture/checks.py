@@ -17,7 +17,7 @@ from zerofx.codegen.trace.arguments import is_own, own_attributes
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.source import source_line
-from zerofx.runtime.parameters.guarded import check_dense
+from zerofx.runtime.parameters.guarded import check_dense, refuse_gradient_hooks
 
 if TYPE_CHECKING:
     from zerofx.capture.step import StepCapture
@@ -42,11 +42,7 @@ def check_step(step: StepCapture) -> None:
         )
     for info, parameter in zip(step.table, step.tensors, strict=True):
         check_dense(parameter, info.name)
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise StepError(
-                f"parameter {info.name!r} has gradient hooks, which would not run inside the "
-                "compiled step. Remove them, and do their work on p.grad after backward()."
-            )
+        refuse_gradient_hooks(parameter, info.name)
     _check_memory_is_own(step)
     _check_writes(step)
     if step.mesh.world_size > 1:
@@ -63,6 +59,12 @@ def check_step(step: StepCapture) -> None:
             _check_data(step, node)
         if node.target is torch.Tensor.set_ and node.args[0] in step.index_of_input:
             _check_assigned_data(step, node)
+        if node.target in _EMBEDDINGS and argument(node, 3, "max_norm") is not None:
+            raise StepError(
+                "an embedding with max_norm writes to its weight in its forward pass. Leave "
+                "max_norm out, and write weight.copy_(weight.renorm(2, 0, max_norm)) under "
+                f"torch.no_grad() before it.{_location(node)}"
+            )
         if _makes_sparse_gradients(node):
             raise StepError(
                 "an embedding with sparse=True makes sparse gradients, which cannot be "
@@ -356,10 +358,12 @@ def argument(node: fx.Node, position: int, name: str) -> Any:
     return node.kwargs.get(name)
 
 
+_EMBEDDINGS = {torch.nn.functional.embedding: 6, torch.nn.functional.embedding_bag: 7}
+"""Where each of them has the argument ``sparse``."""
+
+
 def _makes_sparse_gradients(node: fx.Node) -> bool:
-    functional = torch.nn.functional
-    embeddings = {functional.embedding: 6, functional.embedding_bag: 7, torch.embedding_bag: 5}
-    position = embeddings.get(node.target)
+    position = {**_EMBEDDINGS, torch.embedding_bag: 5}.get(node.target)
     return position is not None and bool(argument(node, position, "sparse"))
 
 

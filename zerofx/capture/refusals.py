@@ -26,6 +26,11 @@ _OUTSIDE = "Move it out of the step."
 # The first that fits is taken.  Patterns are of torch 2.11 to 2.15; where none fits, torch's own
 # words are left to speak.
 _CAUSES = (
+    _Cause(
+        r"batchnorm\.py.*num_batches_tracked",
+        "A batch norm with momentum=None divides by how many batches it has seen.",
+        "Give its momentum as a number.",
+    ),
     _Cause(r"builtin operator `print`", "It prints while the step runs.", _LATER),
     _Cause(
         r"Tensor\.item\(\)|to_list|tolist\(\)|_local_scalar_dense",
@@ -38,6 +43,16 @@ _CAUSES = (
         "It decides by a tensor's value (`if`, `while`, `and`, `any()`) what to do next.",
         "Compute both ways and choose with torch.where, or decide after the call, from what the "
         "step returns.",
+    ),
+    _Cause(
+        r"aten\._(?:cudnn_)?ctc_loss",
+        "torch cannot trace a CTC loss, with any backend.",
+        "Train this model without compiling its step, or with another loss.",
+    ),
+    _Cause(
+        r"aten\.bincount",
+        "How long torch.bincount's result is depends on a tensor's values, minlength or not.",
+        "Write F.one_hot(x, num_classes).sum(0).",
     ),
     _Cause(
         r"output shape depends on input Tensor data|Dynamic shape operator",

@@ -100,9 +100,24 @@ def _refuse_use_of_loss_at(address: int) -> bool:
     return True
 
 
-def step(self, closure=None):
+@torch.compiler.assume_constant_result
+def _refuse_arguments_at(address: int) -> bool:
+    """Refuse what the step of the optimizer there is given beside a closure, past Dynamo."""
+    name = type(_object_at(address)).__name__
+    raise compat.dynamo.pass_through_dynamo(
+        StepError(
+            f"{name}.step is called with more than a closure, and a compiled step calls it without "
+            "arguments, when the gradients are averaged. Keep what it needs in its param_groups, "
+            "which are read at every call, or as a default of step's."
+        )
+    )
+
+
+def step(self, closure=None, *others, **named):
     """``Optimizer.step``."""
     loss = None
+    if others or named:
+        _refuse_arguments_at(id(self))
     if closure is not None:
         _refuse_use_of_loss_at(id(self))
         with torch.enable_grad():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from zerofx import compat
 from zerofx.accelerator import check_copies_beside, is_accelerator
 from zerofx.codegen.rewrite.storage import Precision
 from zerofx.deferred.ledger import LEDGER
@@ -36,6 +37,7 @@ from zerofx.runtime.optimizer.state_dict import attach_optimizer, refuse_step_ho
 from zerofx.runtime.optimizer.steps import OptimizerSteps
 from zerofx.runtime.parameters.buckets import Buckets
 from zerofx.runtime.parameters.first_values import read_by_all
+from zerofx.runtime.parameters.guarded import refuse_gradient_hooks
 from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
@@ -252,6 +254,7 @@ class StepRuntime:
         self._check_model(values)
         for optimizer in self._live_optimizers():
             refuse_step_hooks(optimizer)
+        self._check_hooks()
         if self.options.batch_norm == "rank0":
             make_equal([values[at] for at in self.buffer_inputs], self.communicator)
         self.buckets.begin_call(
@@ -266,6 +269,12 @@ class StepRuntime:
 
     def _live_optimizers(self) -> list[torch.optim.Optimizer]:
         return [optimizer for one in self.optimizers if (optimizer := one()) is not None]
+
+    def _check_hooks(self) -> None:
+        with compat.tensors.without_torch_function():
+            for bound in self.bound:
+                if bound.parameter is not None:
+                    refuse_gradient_hooks(bound.parameter, bound.name, bound.accumulation_hook)
 
     def _check_model(self, values: list[Any]) -> None:
         for position, parameter in self.parameter_inputs:

@@ -49,6 +49,13 @@ def attach_optimizer(optimizer: Optimizer, keeps_loaded_dtypes: bool = False) ->
 
 def refuse_step_hooks(optimizer: Optimizer) -> None:
     """Refuse hooks of the user's on this optimizer's ``step``, or on every optimizer's."""
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        name = type(optimizer).__name__
+        raise StepError(
+            f"{name} is a torch.optim.Optimizer that has not called Optimizer.__init__, so its "
+            "states cannot be cut into shards: call super().__init__(parameters, defaults) in "
+            f"{name}.__init__. If it holds another optimizer, derive it from object instead."
+        )
     ours = REGISTRY.attached.get(optimizer)
     before = optimizer._optimizer_step_pre_hooks.values()
     if (

@@ -14,7 +14,7 @@ from torch import nn
 
 from zerofx import compat
 from zerofx.deferred.ledger import LEDGER
-from zerofx.errors import FileTierError
+from zerofx.errors import FileTierError, StepError
 from zerofx.ir.parameters import storage_order
 from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.memory.guard import Guarded, Special, guarded_among, is_saving
@@ -111,6 +111,20 @@ def check_dense(parameter: nn.Parameter, name: str) -> None:
             f"parameter {name!r} (class {kind.__name__}, layout {parameter.layout}) does not keep "
             "its values in one ordinary storage, and cannot be sharded as a flat buffer. Use a "
             "dense nn.Parameter."
+        )
+
+
+def refuse_gradient_hooks(parameter: nn.Parameter, name: str, own: Any = None) -> None:
+    """Refuse hooks of the user's on a parameter's gradient: ``own`` is the only other one.
+
+    Raises: StepError.
+    """
+    hooks = parameter._backward_hooks or ()
+    later = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if len(hooks) > (own is not None) or later:
+        raise StepError(
+            f"parameter {name!r} has gradient hooks, which would not run inside the compiled step. "
+            "Remove them, and do their work on p.grad after backward()."
         )
 
 
