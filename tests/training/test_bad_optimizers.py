@@ -113,6 +113,32 @@ def test_an_optimizer_that_is_none_by_half_is_refused_and_a_wrapper_trains():
             torch.testing.assert_close(one, other)
 
 
+class Exchanges(torch.optim.SGD):
+    """Evaluates elsewhere than it trains, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def move(self, share):
+        for p in self.param_groups[0]["params"]:
+            p.add_(self.state[p]["momentum_buffer"], alpha=share)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_parameters_and_states_mix_between_calls_once_they_are_unsharded(stage):
+    models = Mlp(), Mlp()
+    models[1].load_state_dict(models[0].state_dict())
+    one, other = (Exchanges(model.parameters(), lr=0.1, momentum=0.9) for model in models)
+    step = zero(good_step, stage=stage)
+    for _ in range(2):
+        step(models[0], one, *BATCH)
+        good_step(models[1], other, *BATCH)
+        zerofx.unshard(models[0], one)
+        for optimizer in (one, other):
+            optimizer.move(0.1)
+        torch.testing.assert_close(*map(values, models))
+        for optimizer in (one, other):
+            optimizer.move(-0.1)
+
+
 class TakesBatchSize(torch.optim.SGD):
     def step(self, closure=None, batch_size=4):
         return super().step(closure)
