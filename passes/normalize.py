@@ -11,7 +11,8 @@ import operator
 import torch
 from torch import fx
 
-from zerofx.ir.aliases import is_view, memory_of
+from zerofx.ir import ops
+from zerofx.ir.aliases import aliases, is_view, memory_of
 from zerofx.ir.graph import Builder, erase_unused
 from zerofx.ir.interface import input_role, placeholders
 from zerofx.passes.base import Counts, PassContext
@@ -27,12 +28,35 @@ def normalize(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         e = empty_like(p);  c = copy(e, x + 1);  w = copy_(q, q);  s = set_(r, y)
 
     After: ``x + 1`` is read for ``c``, ``q`` for ``w``, and ``p`` by nothing; ``s = copy_(r, y)``.
+    An update of what is read later, and is no parameter itself, is one of a clone.
     """
     before = len(gm.graph.nodes)
     _write_assigned_data(gm)
     shapes = _detach_shapes_from_parameters(gm)
     _drop_copies(gm)
-    return {"shapes": shapes, "dropped": before - len(gm.graph.nodes)}
+    dropped = before - len(gm.graph.nodes)
+    _clone_what_is_read_later(gm)
+    return {"shapes": shapes, "dropped": dropped}
+
+
+def _clone_what_is_read_later(gm: fx.GraphModule) -> None:
+    """``optimizer_step([y], ...)``, ``y`` -> ``optimizer_step([clone(y)], ...)``, ``y``.
+
+    Updates will write to their operands, which are parameters, or what was written to one before.
+    """
+    builder = Builder(gm, "normalize")
+    for step in gm.graph.find_nodes(op="call_function", target=ops.optimizer_step):
+        operands = list(step.args[0])
+        for position, operand in enumerate(operands):
+            if any(source.op == "placeholder" for source in memory_of(operand)):
+                continue
+            if any(user > step for alias in aliases(operand) for user in alias.users):
+                with gm.graph.inserting_before(step):
+                    clone = gm.graph.call_function(aten.clone.default, (operand,))
+                clone.meta = dict(operand.meta)
+                builder.refresh(clone)
+                operands[position] = clone
+        step.args = (operands, *step.args[1:])
 
 
 def _write_assigned_data(gm: fx.GraphModule) -> None:

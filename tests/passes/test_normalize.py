@@ -6,7 +6,15 @@ from torch import nn
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.kit.programs import assert_same_numerics, capture, evaluation, execute, listing, mlp_step
+from tests.kit.programs import (
+    assert_same_numerics,
+    capture,
+    evaluation,
+    execute,
+    listing,
+    mlp_step,
+    rewritten,
+)
 from zerofx import compat
 from zerofx.ir.interface import InputRole, placeholders, set_input_role
 from zerofx.passes.normalize import normalize
@@ -291,3 +299,21 @@ def test_the_users_line_survives_a_split():
     for node in captured.graph.nodes:
         if node.target is aten.linalg_vector_norm.default:
             assert "torch._foreach_norm([p.grad for p" in node.meta["stack_trace"]
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_what_was_written_back_before_an_update_is_returned_as_it_was(stage):
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(4, 2))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+
+    def step(x):
+        old = w.detach().clone()
+        (x @ w).sum().backward()
+        with torch.no_grad():
+            w.copy_(old)
+        optimizer.step()
+        return old
+
+    captured = capture(step, torch.randn(3, 4), world_size=2)
+    assert_same_numerics(execute(captured), execute(rewritten(captured, stage=stage)))

@@ -114,6 +114,13 @@ def leaves_backward_outside(model, optimizer, x, y):
     return squared_loss(model, x, y)
 
 
+def keeps_what_it_assigns(model, optimizer, *batch):
+    old = model.head.weight.data.clone()
+    good_step(model, optimizer, *batch)
+    model.head.weight.data = old
+    return old
+
+
 def returns_a_row(model, optimizer, x, y):
     good_step(model, optimizer, x, y)
     return model.head.weight[0]  # here
@@ -282,6 +289,9 @@ REFUSALS = {
     ),
     "complex": Refusal(
         good_step, ("'phase' is torch.complex64", "torch.view_as_real"), make_model=Complex
+    ),
+    "assigned data that is kept": Refusal(
+        keeps_what_it_assigns, ("'head.weight' a tensor by .data =", "parameter.copy_(tensor)")
     ),
     "row of a parameter": Refusal(
         returns_a_row, ("{line}", "a view of parameter 'head.weight'", ".clone()")

@@ -95,6 +95,7 @@ OF_EACH_KIND = (
     "update_at_every_other_call",
     "parameters_read_after_the_update",
     "old_values_read_after_the_update",
+    "values_written_back_before_the_update",
     "weights_decayed_by_hand",
     "evaluation_after_each_step",
     "clip_by_norm_2_foreach_True",

@@ -220,6 +220,13 @@ def _check_results(step: StepCapture) -> None:
         owner = owners.get(value.untyped_storage()._cdata)
         if owner is not None:
             name = step.table[step.index_of_input[owner]].name
+            if any(user.target is torch.Tensor.set_ for user in result.users):
+                raise StepError(
+                    f"the step gives parameter {name!r} a tensor by .data =, and keeps that tensor "
+                    "(in what it returns, or in a state), where a parameter's memory belongs to "
+                    "the compiled step. Write parameter.copy_(tensor) under torch.no_grad()."
+                    f"{_location(result)}"
+                )
             raise StepError(
                 f"the step returns a view of parameter {name!r}, whose memory belongs to the "
                 f"compiled step. Return a copy: .clone().{_location(result)}"

@@ -42,6 +42,29 @@ def old_values_read_after_the_update(zero):
     return simple(zero, step)
 
 
+@form()
+def values_written_back_before_the_update(zero):
+    """Perturbs weights and restores them, as SAM does, and returns what it has restored."""
+
+    def step(model, optimizer, *batch):
+        old = [p.detach().clone() for p in model.parameters()]
+        squared_loss(model, *batch).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad, alpha=0.1)
+        optimizer.zero_grad()
+        loss = squared_loss(model, *batch)
+        loss.backward()
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), old, strict=True):
+                p.copy_(value)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, old, old[0].sum()
+
+    return simple(zero, step)
+
+
 @form(only_alone=True)
 def two_updates_in_one_call(zero):
     def step(model, optimizer, *batch):
