@@ -169,6 +169,7 @@ def test_second_shards_and_errors_of_wires_are_kept():
     assert forecast.kept == {"parameters": shard + second, "errors of wires": lost}
 
 
+@pytest.mark.slow(reason="a step is planned for every stage")
 def test_a_limit_says_what_fits():
     free = planned("plain", 4, FIGURES, stages=[0, 3]).forecasts
     limit = free["3"].device_bytes
