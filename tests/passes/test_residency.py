@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.kit.covering import each_value
+from tests.kit.covering import each_pair
 from tests.kit.programs import assert_same_numerics, capture, execute, rewritten, rewritten_by_rank
 from zerofx import StepError
 from zerofx.cost.program import live_bytes
@@ -62,7 +62,7 @@ def smallest_budget(stage, **how):
 
 
 @pytest.mark.slow(reason="whole programs are rewritten and run")
-@pytest.mark.parametrize(("stage", "clip"), each_value((1, 2, 3), (False, True)))
+@pytest.mark.parametrize(("stage", "clip"), each_pair((1, 2, 3), (False, True)))
 def test_with_every_shard_of_room_one_more_bucket_stays_the_last_reduced_first(stage, clip):
     least = smallest_budget(stage, clip=clip)
     states = 2 * LAYER // 2  # two moments of half a weight
@@ -82,7 +82,7 @@ def test_with_every_shard_of_room_one_more_bucket_stays_the_last_reduced_first(s
 
 
 @pytest.mark.slow(reason="whole programs are rewritten and run")
-@pytest.mark.parametrize(("stage", "clip"), each_value((1, 2, 3), (False, True)))
+@pytest.mark.parametrize(("stage", "clip"), each_pair((1, 2, 3), (False, True)))
 def test_what_is_allocated_and_what_stays_is_within_the_budget(stage, clip):
     least = smallest_budget(stage, clip=clip)
     for budget in range(least, least + 6 * LAYER, LAYER // 3):

@@ -54,8 +54,9 @@ def test_trains_as_one_process(ranks, form):  # noqa: F811
 @pytest.mark.nightly
 @pytest.mark.parametrize("form", [form for form in RIGHT if form not in QUICK])
 def test_every_form_trains_as_one_process(ranks, form):  # noqa: F811
-    for found in ranks(2).run(train_on_rank, form, {"stage": 3}):
-        check(found, train_alone(form, 2))
+    resized = 1, False, False, 2, True
+    for found in ranks(2).run(train_on_rank, form, {"stage": 3}, *resized):
+        check(found, train_alone(form, 2, *resized))
 
 
 @pytest.mark.nightly
@@ -65,7 +66,7 @@ def test_every_form_trains_as_one_process(ranks, form):  # noqa: F811
 def test_whatever_the_ranks_and_micro_batches(  # noqa: F811
     ranks, form, world_size, micro_batches, stage
 ):
-    arguments = micro_batches, True, form == "masked_and_clamped", 2, stage == 3
+    arguments = micro_batches, True, form == "masked_and_clamped", 2, True
     expected = train_alone(form, world_size, *arguments)
     for found in ranks(world_size).run(train_on_rank, form, {"stage": stage}, *arguments):
         check(found, expected)

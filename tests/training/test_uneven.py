@@ -109,9 +109,11 @@ OFFLOADED = {"offload": ["optimizer", "params"]}
 
 
 @pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("options", ({"stage": 3}, nightly({"stage": 1})), ids=str)
-def test_ranks_without_data_leave_the_training_as_it_is(ranks, options):  # noqa: F811
-    check(ranks, 2, 8, 5, {"loss": "global", **options})
+@pytest.mark.parametrize(
+    "stage, world_size, steps", [(3, 2, 8), nightly(3, 3, 12), nightly(1, 3, 12)]
+)
+def test_ranks_without_data_leave_the_training_as_it_is(ranks, stage, world_size, steps):  # noqa: F811
+    check(ranks, world_size, steps, 5, {"loss": "global", "stage": stage})
 
 
 @pytest.mark.nightly

@@ -366,7 +366,7 @@ def argument(node: fx.Node, position: int, name: str) -> Any:
 
 
 _EMBEDDINGS = {torch.nn.functional.embedding: 6, torch.nn.functional.embedding_bag: 7}
-"""Where each of them has the argument ``sparse``."""
+"""Each takes ``sparse`` at this position."""
 
 
 def _makes_sparse_gradients(node: fx.Node) -> bool:
