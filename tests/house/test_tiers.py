@@ -79,6 +79,33 @@ def test_nightly_takes_a_part_of_the_exhaustive_tests_that_its_seed_draws(run):
     assert one == again != other
 
 
+MANY = """
+import pytest
+@pytest.mark.parametrize("case", range(3))
+def test_default(case): pass
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", range(20))
+def test_one(case): pass
+@pytest.mark.parametrize("case", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2))])
+def test_other(case): pass
+"""
+
+
+def test_nightly_takes_no_more_cases_of_one_test_than_asked_for(run):
+    def drawn(*arguments):
+        return names(run(MANY, "-m", "nightly", *arguments))
+
+    one, other = (drawn("--cases", "4", "--seed", seed) for seed in ("1", "2"))
+    assert len(one) == len(other) == 6 and one != other
+    assert {"test_other[1]", "test_other[2]"} < one & other
+    assert one == drawn("--cases=4", "--seed=1")
+    shards = [drawn("--cases=4", "--seed=1", f"--shard={number}/2") for number in (1, 2)]
+    assert set.union(*shards) == one and not set.intersection(*shards)
+    assert len(drawn("--cases=0")) == 22 and len(drawn()) == tiers.CASES + 2
+    assert len(names(run(MANY, "--cases=4", "-m", "nightly or exhaustive"))) == 22
+    assert len(names(run(MANY, "--cases=4", "-m", "not nightly"))) == 4
+
+
 def test_shards_are_disjoint_and_together_the_whole(run):
     shards = [names(run(SUITE, "--shard", f"{number}/3")) for number in (1, 2, 3)]
     assert all(shards) and sum(map(len, shards)) == 42

@@ -2,7 +2,7 @@
 
 A test without a tier's mark is a default test, and its call takes at most ``LIMIT_S`` of the
 processors, its ranks' and child processes' included.  ``-m nightly`` also takes a part of the
-exhaustive tests, drawn by ``--seed``.
+exhaustive tests, and of each test no more than ``--cases``; ``--seed`` draws both.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from _pytest.runner import runtestprotocol
 LIMIT_S = 2.0
 SAMPLED = 8
 """One exhaustive test in so many is a nightly one too."""
+CASES = 4
+"""So many cases of one test are nightly; ``--cases`` changes it."""
 
 TIERS = ("nightly", "exhaustive")
 SECONDS = pytest.StashKey[list[float]]()
@@ -36,7 +38,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="leave out the tests that FILE names, and add those that pass to it; with =",
     )
     group.addoption(
-        "--seed", default="0", help="draws the exhaustive tests that are nightly ones too"
+        "--seed", default="0", help="draws the exhaustive tests and the cases that -m nightly runs"
+    )
+    group.addoption(
+        "--cases",
+        type=int,
+        default=CASES,
+        metavar="COUNT",
+        help=f"what -m nightly runs of the cases of one test (default {CASES}; 0 for all)",
     )
     group.addoption(
         "--cpu", metavar="FILE", help="add each call's seconds of the processors to FILE, as JSON"
@@ -89,13 +98,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {
         item for item in items if item.nodeid in passed or shard_of(item.nodeid, count) != number
     }
+    if config.option.markexpr.strip() == "nightly" and config.option.cases:
+        left_out |= _beyond(config.option.cases, items, config.option.seed)
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 
 
 def is_sampled(nodeid: str, seed: str) -> bool:
-    return zlib.crc32(f"{seed} {nodeid}".encode()) % SAMPLED == 0
+    return _drawn(nodeid, seed) % SAMPLED == 0
+
+
+def _drawn(nodeid: str, seed: str) -> int:
+    return zlib.crc32(f"{seed} {nodeid}".encode())
+
+
+def _beyond(count: int, items: list[pytest.Item], seed: str) -> set[pytest.Item]:
+    """Return the nightly items that are none of the ``count`` which ``seed`` draws of a test."""
+    of_tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            of_tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {
+        item
+        for cases in of_tests.values()
+        for item in sorted(cases, key=lambda item: _drawn(item.nodeid, seed))[count:]
+    }
 
 
 def shard_of(nodeid: str, count: int) -> int:
