@@ -4,7 +4,7 @@
     python benchmarks/first_contact.py OUT --section kernels --section tuning
     python benchmarks/first_contact.py OUT --resume
 
-For any CUDA machine with torch 2.11 or newer; nothing is downloaded.  Each section of
+For any CUDA machine with torch 2.11 to 2.15; nothing is downloaded.  Each section of
 contact/sections.py runs in a process of its own: what fails, dies or takes too long leaves the
 others alone.  OUT gets ``report.md``, ``<section>.json`` and ``<section>.log``, and
 ``hardware.json``, whose contents the option ``hardware`` takes.

@@ -99,7 +99,7 @@ def with_fsdp2(*, compiled: bool, offloaded: bool = False) -> Build:
     return build
 
 
-# The next two have not been run: neither was installed where this was written.
+# SimpleFSDP's has not been run: it was not installed where this was written.
 
 
 def with_simple_fsdp(model: nn.Module) -> Step:

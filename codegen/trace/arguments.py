@@ -202,6 +202,11 @@ def constants(values: Mapping[str, Any]) -> tuple:
     return tuple((name, _Constant(value)) for name, value in values.items())
 
 
+def is_torchs(kind: type) -> bool:
+    """Return whether an optimizer's class is torch's own, and so known."""
+    return kind.__module__.startswith("torch.optim.")
+
+
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The attributes that are the optimizer's own: not what every optimizer has."""
     return {name: value for name, value in optimizer.__dict__.items() if is_own(name)}

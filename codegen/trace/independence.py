@@ -12,6 +12,7 @@ import torch
 
 from zerofx import compat
 from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.codegen.trace.arguments import is_torchs
 from zerofx.codegen.trace.nested import leaves
 from zerofx.codegen.trace.shadow import Place, own_copy, shadow_of
 from zerofx.codegen.trace.step import Elsewhere
@@ -43,7 +44,7 @@ def check_independent(
     Raises: UpdateError naming the optimizer.
     """
     name = type(optimizer).__name__
-    if _is_torchs(optimizer):
+    if is_torchs(type(optimizer)):
         return True
     for draw in (_square, partial(_like_its_own, optimizer)):
         try:
@@ -124,7 +125,7 @@ def _tried(
 
     None for torch's own optimizers, which are known, and for a step that fails.
     """
-    if _is_torchs(optimizer):
+    if is_torchs(type(optimizer)):
         return None
     trial = _Trial(optimizer, None, _square)
     try:
@@ -182,10 +183,6 @@ def _refuse_classes(trial: _Trial) -> None:
                 f"{kind.__name__} otherwise than others, but zerofx gives it plain tensors in "
                 "their place. Have them in a parameter group of their own, with other numbers."
             )
-
-
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 class _Trained(NamedTuple):

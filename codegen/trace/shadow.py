@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerofx.codegen.trace.arguments import group_values
+from zerofx.codegen.trace.arguments import group_values, is_torchs
 from zerofx.codegen.trace.nested import map_leaves
 
 Place = tuple[int, int]
@@ -49,7 +49,7 @@ def count_step(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]
 
     torch's own optimizers change none.  A step that fails without gradients leaves them alone.
     """
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if is_torchs(type(optimizer)):
         return
     shadow = copy_of(optimizer, type(optimizer), lambda _name, value: value)
     shadow.param_groups = [

@@ -38,7 +38,7 @@ CONFLICTS = (
         lambda options: "auto" in options.offload and options.memory_budget is None,
         "offload='auto' lets leave the device what does not fit: say how much fits with"
         " memory_budget, in bytes for parameters, optimizer states and all that a step"
-        " allocates, for example 0.9 * torch.cuda.mem_get_info()[0] before the model is there",
+        " allocates, for example int(0.9 * torch.cuda.mem_get_info()[0]) before the model is there",
     ),
     Conflict(
         lambda options: "params" in options.offload and options.stage < 3,

@@ -22,7 +22,7 @@ from _pytest.runner import runtestprotocol
 LIMIT_S = 2.0
 SAMPLED = 8
 """One exhaustive test in so many is a nightly one too."""
-CASES = 4
+CASES = 2
 """So many cases of one test are nightly; ``--cases`` changes it."""
 
 TIERS = ("nightly", "exhaustive")

@@ -261,6 +261,23 @@ def test_a_view_of_the_old_value_is_not_read_after_the_write():
     refused(program, late, f"after {update.name} has overwritten it", {"averaged_gradients"})
 
 
+def test_a_value_that_is_returned_is_not_overwritten():
+    """Of an input's memory the new value is returned, as in eager; of other memory the old one."""
+    program = clone(good_program(stage=0))
+    (update, *_) = nodes_of(program, ops.update)
+    output = program.graph.output_node()
+    output.args = ((*output.args[0], update.args[0]),)
+    check(program, {"averaged_gradients"})
+    with program.graph.inserting_before(update):
+        copy = program.graph.call_function(aten.clone.default, (update.args[0],))
+    copy.meta = {"val": update.args[0].meta["val"]}
+    output.args = ((*output.args[0][:-1], copy),)
+    check(program, {"averaged_gradients"})
+    update.replace_input_with(update.args[0], copy)
+    with pytest.raises(GraphError, match=f"reads {copy.name} after {update.name} has overwritten"):
+        check(program, {"averaged_gradients"})
+
+
 def test_two_updates_of_one_shard_are_found(program):
     update = update_of(program, "2.weight")
     with program.graph.inserting_after(update):

@@ -13,7 +13,7 @@ from torch import fx
 
 from zerofx import compat
 from zerofx.capture import substitutes
-from zerofx.codegen.trace.arguments import is_own, own_attributes
+from zerofx.codegen.trace.arguments import is_own, is_torchs, own_attributes
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.source import source_line
@@ -108,7 +108,7 @@ def _has_methods_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
     return any(
         inspect.isroutine(value) or isinstance(value, property)
         for base in type(optimizer).__mro__[:-1]
-        if not base.__module__.startswith("torch.optim.")
+        if not is_torchs(base)
         for name, value in vars(base).items()
         if name != "__init__"
     )

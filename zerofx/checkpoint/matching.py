@@ -18,7 +18,7 @@ from zerofx.checkpoint.metadata import Keys, Saved, why_another_kind
 from zerofx.checkpoint.pieces import Range
 from zerofx.checkpoint.targets import Target, into_shard, into_state, into_tensor
 from zerofx.codegen.rewrite.storage import ADDED, UPDATES, widened, widened_dtypes
-from zerofx.codegen.trace.arguments import BY_PLACE
+from zerofx.codegen.trace.arguments import BY_PLACE, is_torchs
 from zerofx.deferred.tape import Source
 from zerofx.errors import CheckpointError
 from zerofx.ir.mesh import Mesh
@@ -317,9 +317,8 @@ class Matching:
         for key, entry in entries.items() if not differing else ():
             self.read_whole(entry, partial(_set, group, key))
         # Those of optimizers that are not torch's may depend on sizes.
-        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         others: set[str] = set()
-        for name, parameter in stateless.items() if is_torchs else ():
+        for name, parameter in stateless.items() if is_torchs(type(optimizer)) else ():
             there = {str(path[0]) for path in self.saved.states.get(name, {})} - ADDED
             here = kept(parameter.dim(), parameter.dtype) if there else None
             if here is not None and here.keys() != there:

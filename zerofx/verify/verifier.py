@@ -15,7 +15,16 @@ from torch import fx
 
 from zerofx.errors import GraphError
 from zerofx.ir import ops
-from zerofx.ir.aliases import Heirs, aliases, heirs_in, mutated_inputs, readers, shard_of, uses
+from zerofx.ir.aliases import (
+    Heirs,
+    aliases,
+    heirs_in,
+    memory_of,
+    mutated_inputs,
+    readers,
+    shard_of,
+    uses,
+)
 from zerofx.ir.graph import updated_by, updates
 from zerofx.ir.interface import gradient_of, input_role, placeholders, recorded, region_of
 from zerofx.ir.mesh import Mesh
@@ -183,7 +192,8 @@ def _goes_over_all_that_is_cut(wait: fx.Node, table: ParameterTable) -> None:
 def _nothing_reads_what_was_overwritten(graph: fx.Graph) -> None:
     """Whoever wants the old value reads it before; the new value is the writer's result.
 
-    A gathered buffer counts as the shard's memory, which it is in a world of one.
+    A gathered buffer counts as the shard's memory, which it is in a world of one.  A result that
+    is an input's memory is returned as it is at the end.
     """
     output, heirs = graph.output_node(), heirs_in(graph)
     for writer in graph.nodes:
@@ -194,7 +204,7 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph) -> None:
                 for alias in aliases(target, heirs) - renewed
                 for reader in alias.users
                 if reader > writer
-                and reader is not output
+                and not (reader is output and _is_of_input(alias))
                 and reader not in renewed
                 and reader.target is not ops.free
                 and ops.waits_on(reader) not in (TO_HOST, TO_DEVICE)
@@ -203,6 +213,10 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph) -> None:
             if late:
                 reader, alias = min(late)
                 raise broken(reader, f"reads {alias.name} after {writer.name} has overwritten it.")
+
+
+def _is_of_input(node: fx.Node) -> bool:
+    return any(source.op == "placeholder" for source in memory_of(node))
 
 
 def _renewed_by(writer: fx.Node, heirs: Heirs) -> set[fx.Node]:

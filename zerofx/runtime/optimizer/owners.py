@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofx import compat
 from zerofx.codegen.rewrite.elementwise import UpdateError
-from zerofx.codegen.trace.arguments import read_arguments
+from zerofx.codegen.trace.arguments import is_torchs, read_arguments
 from zerofx.codegen.trace.independence import check_independent
 from zerofx.codegen.trace.nested import leaves
 from zerofx.codegen.trace.step import holds_parameters
@@ -68,8 +68,9 @@ def why_own_step(optimizer: Optimizer, parameters: Described, *, sharded: bool) 
 
 
 def _why(optimizer: Optimizer, parameters: Described, sharded: bool) -> str:
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    if isinstance(optimizer, Muon) or (is_torchs and not isinstance(optimizer, Adafactor)):
+    if isinstance(optimizer, Muon):
+        return ""
+    if is_torchs(type(optimizer)) and not isinstance(optimizer, Adafactor):
         return ""
     if holds_parameters(optimizer) or shares_states(optimizer.state):
         return ""

@@ -22,6 +22,7 @@ from zerofx.codegen.trace.arguments import (
     constant_attributes,
     constants,
     group_values,
+    is_torchs,
     read_arguments,
 )
 from zerofx.codegen.trace.independence import check_independent
@@ -189,8 +190,7 @@ class TracedOptimizer:
         To read one on an accelerator, where ``fused`` and ``capturable`` have it, is to wait for
         it.  An optimizer that is not torch's may compute with its own there.
         """
-        is_torchs = type(self.live_optimizer()).__module__.startswith("torch.optim.")
-        return is_torchs and is_accelerator(device)
+        return is_torchs(type(self.live_optimizer())) and is_accelerator(device)
 
     def _check_shards(self, state: Mapping[str, Any], data: Tensor, info: ParameterInfo) -> None:
         """Refuse a state that is neither this rank's shard nor a number."""
