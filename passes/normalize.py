@@ -42,15 +42,19 @@ def normalize(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 def _clone_what_is_read_later(gm: fx.GraphModule) -> None:
     """``optimizer_step([y], ...)``, ``y`` -> ``optimizer_step([clone(y)], ...)``, ``y``.
 
-    Updates will write to their operands, which are parameters, or what was written to one before.
+    Updates will write to their operands, which are parameters, or what was written to one before,
+    or to several: an update each has memory of its own.
     """
     builder = Builder(gm, "normalize")
     for step in gm.graph.find_nodes(op="call_function", target=ops.optimizer_step):
         operands = list(step.args[0])
         for position, operand in enumerate(operands):
-            if any(source.op == "placeholder" for source in memory_of(operand)):
+            memory = memory_of(operand)
+            if any(source.op == "placeholder" for source in memory):
                 continue
-            if any(user > step for alias in aliases(operand) for user in alias.users):
+            is_shared = any(memory & memory_of(other) for other in operands[:position])
+            is_read = any(user > step for alias in aliases(operand) for user in alias.users)
+            if is_shared or is_read:
                 with gm.graph.inserting_before(step):
                     clone = gm.graph.call_function(aten.clone.default, (operand,))
                 clone.meta = dict(operand.meta)

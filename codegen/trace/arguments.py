@@ -225,6 +225,7 @@ _OF_EVERY_OPTIMIZER = {
     "_step_count",
     "_warned_capturable_if_run_uncaptured",
     "_zero_grad_profile_name",
+    "__getstate__",
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from zerofx import compat
 from zerofx.codegen.rewrite.elementwise import UpdateError
-from zerofx.codegen.trace.arguments import is_torchs
+from zerofx.codegen.trace.arguments import group_values, is_torchs
 from zerofx.codegen.trace.nested import leaves
 from zerofx.codegen.trace.shadow import Place, own_copy, shadow_of
 from zerofx.codegen.trace.step import Elsewhere
@@ -118,6 +118,14 @@ def clears_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return found is not None and not any(one.has_gradient for one in found.values())
 
 
+def counts_in_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step changes numbers of its parameter groups, as it does in a trial."""
+    one, other = (_tried(optimizer, steps) for steps in (1, 2))
+    if one is None or other is None:
+        return False
+    return any(one[at].group != other[at].group for at in one)
+
+
 def _tried(
     optimizer: torch.optim.Optimizer, num_steps: int, **given: Any
 ) -> dict[Place, _Trained] | None:
@@ -190,14 +198,20 @@ class _Trained(NamedTuple):
 
     value: torch.Tensor
     state: Mapping[str, Any]
+    group: str
     has_gradient: bool
 
     @property
     def numbers(self) -> str:
-        """Return all numbers in both, as text: NaN is not equal to itself."""
-        found = list(leaves([self.value, dict(self.state)]))
-        tensors = [one.tolist() for one in found if isinstance(one, torch.Tensor)]
-        return repr([*tensors, *(one for one in found if isinstance(one, (int, float)))])
+        """Return all numbers of the parameter and its state, as text."""
+        return _numbers([self.value, dict(self.state)])
+
+
+def _numbers(nested: Any) -> str:
+    """Return all numbers in there as text: NaN is not equal to itself."""
+    found = list(leaves(nested))
+    tensors = [one.tolist() for one in found if isinstance(one, torch.Tensor)]
+    return repr([*tensors, *(one for one in found if isinstance(one, (int, float)))])
 
 
 def _are_equal(one: _Trained, other: _Trained) -> bool:
@@ -263,8 +277,13 @@ class _Trial:
                 eager = torch.compiler.set_stance("force_eager")  # nothing compiles under a mode
                 with torch.enable_grad(), eager, _Alone(type(self.optimizer).__name__):
                     type(shadow).step(shadow, *([closure] if closure else ()))
+        group_of = {
+            p: _numbers(group_values(group))
+            for group in shadow.param_groups
+            for p in group["params"]
+        }
         return {
-            member: _Trained(p.detach(), shadow.state.get(p, {}), p.grad is not None)
+            member: _Trained(p.detach(), shadow.state.get(p, {}), group_of[p], p.grad is not None)
             for member, p in parameters.items()
         }
 

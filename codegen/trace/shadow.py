@@ -66,12 +66,12 @@ def copy_of(
 ) -> Any:
     """An object of a class with an optimizer's attributes, each as ``attribute`` gives it.
 
-    Without parameters' states, groups, hooks, and the ``step`` that LR schedulers wrap on the
-    instance.
+    Without parameters' states, groups, hooks, and what is not the class's: the ``step`` that LR
+    schedulers wrap on the instance, and the refusal to be copied.
     """
     result: Any = object.__new__(kind)
     for name, value in optimizer.__dict__.items():
-        if name not in ("state", "param_groups", "step"):
+        if name not in ("state", "param_groups", "step", "__getstate__"):
             is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
             result.__dict__[name] = {} if is_hooks else attribute(name, value)
     result.state = defaultdict(dict)

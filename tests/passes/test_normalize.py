@@ -317,3 +317,21 @@ def test_what_was_written_back_before_an_update_is_returned_as_it_was(stage):
 
     captured = capture(step, torch.randn(3, 4), world_size=2)
     assert_same_numerics(execute(captured), execute(rewritten(captured, stage=stage)))
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_parameters_that_are_given_one_value_are_updated_each(stage):
+    torch.manual_seed(0)
+    one, other = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+    optimizer = torch.optim.SGD([one, other], lr=0.1)
+
+    def step(x):
+        (x @ one @ other).sum().backward()
+        with torch.no_grad():
+            value = torch.tanh(one)
+            one.copy_(value)
+            other.copy_(value)
+        optimizer.step()
+
+    captured = capture(step, torch.randn(3, 4), world_size=2)
+    assert_same_numerics(execute(captured), execute(rewritten(captured, stage=stage)))

@@ -232,6 +232,19 @@ def lbfgs_step(model, optimizer, x, y):
     return optimizer.step(closure)
 
 
+def adds_and_removes_a_gradient_hook(model, optimizer, x, y):
+    hook = model.head.weight.register_hook(lambda gradient: gradient / 10)  # here
+    squared_loss(model, x, y).backward()
+    hook.remove()
+    optimizer.step()
+
+
+def adds_an_accumulation_hook(model, optimizer, x, y):
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: p.grad.div_(10))  # here
+    squared_loss(model, x, y).backward()
+    optimizer.step()
+
+
 BREAK = ("{line}", GRAPH_BREAK, "What torch says of it")
 HOOKS = ("'head.weight' has gradient hooks", "Remove them")
 DRIFT = ("{line}", "differ between ranks", "use only averaged gradients")
@@ -301,6 +314,12 @@ REFUSALS = {
     ),
     "gradient hook": Refusal(good_step, HOOKS, make_model=with_gradient_hook),
     "accumulation hook": Refusal(good_step, HOOKS, make_model=with_accumulation_hook),
+    "gradient hook in the step": Refusal(
+        adds_and_removes_a_gradient_hook, ("{line}", "register_hook on a parameter", "p.grad")
+    ),
+    "accumulation hook in the step": Refusal(
+        adds_an_accumulation_hook, ("{line}", "register_post_accumulate_grad_hook", "p.grad")
+    ),
     "module backward hook": Refusal(
         good_step, ("backwards hooks", GRAPH_BREAK), Unsupported, with_backward_hook
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -78,6 +80,82 @@ def test_a_hook_on_a_gradient_that_comes_between_two_calls_is_refused(stage, kin
         step(model, optimizer, *BATCH)
     hook.remove()
     step(model, optimizer, *BATCH)
+
+
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_a_copy_that_would_hold_shards_is_refused(stage):
+    model = Mlp()
+    optimizer, step = torch.optim.AdamW(model.parameters()), zero(good_step, stage=stage)
+    copies = (copy.copy, copy.deepcopy, pickle.dumps, lambda one: torch.save(one, io.BytesIO()))
+    for copied in copies:
+        copied(optimizer)
+    for _ in range(2):
+        step(model, optimizer, *BATCH)
+    for copied in copies if stage else ():
+        with pytest.raises(StepError, match="a copy of AdamW, .* optimizer.state_dict()"):
+            copied(optimizer)
+    zerofx.unshard(model, optimizer)
+    for copied in copies:
+        copied(optimizer)
+    found = pickle.loads(pickle.dumps(optimizer)).state_dict()["state"]
+    for one, other in zip(found.values(), optimizer.state.values(), strict=True):
+        torch.testing.assert_close(one, dict(other))
+
+
+class CountsInGroups(torch.optim.Optimizer):
+    """Has one number of steps for all of a group's parameters."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / group["k"])
+
+
+def steps_for_body_then_for(*modules):
+    def step(model, optimizer, x, y):
+        for trained in modules:
+            optimizer.zero_grad()
+            squared_loss(model, x, y).backward()
+            for name in {"body", "head"} - set(trained):
+                for p in getattr(model, name).parameters():
+                    p.grad = None
+            optimizer.step()  # here
+
+    return step
+
+
+@pytest.mark.parametrize("then", (("head",), ("body", "head")), ids=str)
+def test_steps_of_different_parameters_that_count_in_a_group_are_refused(then):
+    model = Mlp()
+    optimizer, before = CountsInGroups(model.parameters()), values(model)
+    with pytest.raises(StepError, match="CountsInGroups.step changes numbers of its param_groups"):
+        zero(steps_for_body_then_for(("body",), then))(model, optimizer, *BATCH)
+    assert_untouched(model, optimizer, before)
+
+
+@pytest.mark.parametrize(
+    "kind, modules",
+    [(sgd, (("body",), ("head",))), (None, (("body", "head"), ("body", "head")))],
+    ids=["torchs, of different parameters", "of the same"],
+)
+def test_other_steps_in_one_call_are_as_in_eager(kind, modules):
+    trained, expected = Mlp(), Mlp()
+    expected.load_state_dict(trained.state_dict())
+    make = kind or (lambda model: CountsInGroups(model.parameters()))
+    step, optimizers = steps_for_body_then_for(*modules), (make(trained), make(expected))
+    compiled = zero(step)
+    for _ in range(2):
+        compiled(trained, optimizers[0], *BATCH)
+        step(expected, optimizers[1], *BATCH)
+    with zerofx.full_params(trained):
+        for one, other in zip(trained.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 class Lookalike(torch.optim.Optimizer):

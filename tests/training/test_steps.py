@@ -1,6 +1,6 @@
 """Every form of a training step is, as a ZeRO program, the plain step on all ranks' batches.
 
-The forms are in ``tests/step_forms``.
+The forms are in ``tests/kit/step_forms``.
 """
 
 from __future__ import annotations
@@ -392,6 +392,29 @@ def test_gradients_between_calls_are_the_whole_average(stage, ranks):  # noqa: F
     for gradients in ranks(2).run(gradients_between_calls, stage):
         for name, parameter in training.models[0].named_parameters():
             assert_close(gradients[name], parameter.grad, name)
+
+
+@pytest.mark.parametrize("stage", (0, 1))
+def test_gradients_that_are_set_to_zeros_stay_where_they_are(stage):
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad(set_to_none=False)
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    kept = {}
+    for name, p in model.named_parameters():
+        p.grad = kept[name] = torch.zeros_like(p)
+    compiled, x = zero(stage)(step), torch.randn(4, models.FEATURES)
+    for _ in range(2):
+        expected = Mlp()
+        expected.load_state_dict(model.state_dict())
+        expected(x).square().sum().backward()
+        compiled(x)
+        for name, p in expected.named_parameters():
+            torch.testing.assert_close(kept[name], p.grad)
 
 
 @pytest.mark.parametrize("stage", only((3,), (2, 3)))

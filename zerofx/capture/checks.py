@@ -14,6 +14,7 @@ from torch import fx
 from zerofx import compat
 from zerofx.capture import substitutes
 from zerofx.codegen.trace.arguments import is_own, is_torchs, own_attributes
+from zerofx.codegen.trace.independence import counts_in_groups
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.source import source_line
@@ -72,7 +73,30 @@ def check_step(step: StepCapture) -> None:
             )
         if _is_update(node):
             _check_optimizer(step, node)
+    _check_steps_are_of_the_same(step)
     _check_results(step)
+
+
+def _check_steps_are_of_the_same(step: StepCapture) -> None:
+    """Refuse steps of one optimizer that update different parameters, and count in its groups.
+
+    Updates do not say which step they are of: it is another one where a parameter is updated again.
+    """
+    steps: defaultdict[int, list[fx.Node]] = defaultdict(list)
+    for node in filter(_is_update, step.gm.graph.nodes):
+        steps[node.args[2]].append(node)
+    for handle, nodes in steps.items():
+        if all(set(node.args[0]) == set(nodes[0].args[0]) for node in nodes):
+            continue
+        optimizer = substitutes.optimizer_of(handle)
+        if counts_in_groups(optimizer):
+            name = type(optimizer).__name__
+            raise StepError(
+                f"{name}.step changes numbers of its param_groups, and the step calls it "
+                f"{len(nodes)} times for different parameters: which numbers an update reads "
+                f"cannot be told then. Have an optimizer for each, or let {name} count in the "
+                f"state of each parameter.{_location(nodes[-1])}"
+            )
 
 
 def _check_writes(step: StepCapture) -> None:

@@ -135,7 +135,8 @@ def zero_grad(self, set_to_none=True):
                 if set_to_none:
                     parameter.grad = None
                 else:
-                    parameter.grad = torch.zeros_like(parameter.grad)
+                    with torch.no_grad():
+                        parameter.grad.zero_()
 
 
 def accelerated_zero_grad(self, set_to_none=None):

@@ -28,6 +28,7 @@ from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from zerofx.compat.dynamo import pass_through_dynamo
+from zerofx.errors import StepError
 
 
 def forward_call_context() -> None:
@@ -118,6 +119,7 @@ def whole_step_tracing(
             _gradients_of_subclasses(),
             _own_augmented_assignment(),
             _backward_past_modes(),
+            _no_gradient_hooks_on_inputs(backend),
         ):
             stack.enter_context(patch)
 
@@ -352,6 +354,29 @@ def _backward_past_modes() -> Patch:
             modes.torch_function_mode_enabled = enabled
 
     return mock.patch.object(TensorVariable, "call_method", call_method)
+
+
+def _no_gradient_hooks_on_inputs(backend: Any) -> Patch:
+    """Refuse a hook that a function adds to the gradient of what it is given, as parameters are.
+
+    Dynamo adds it behind the graph, which has the backward pass in it, and forgets one that the
+    function removes again.  For torch 2.11 to 2.15.
+    """
+    original = TensorVariable._method_register_hook
+
+    def register(self, tx, name, *args, **kwargs):
+        if self.source and backend_in_use(tx) is backend:
+            line = tx.frame_summary()
+            raise pass_through_dynamo(
+                StepError(
+                    f"{name} on a parameter, or on what the step is given, would not run inside "
+                    "the compiled step. Do the hook's work on p.grad, after backward() and before "
+                    f"the update.\n  at {line.filename}:{line.lineno}: {line.line}"
+                )
+            )
+        return original(self, tx, name, *args, **kwargs)
+
+    return mock.patch.object(TensorVariable, "_method_register_hook", register)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -86,12 +87,28 @@ class OptimizerAttachment:
             optimizer.register_load_state_dict_pre_hook(self.on_load),
             optimizer.register_load_state_dict_post_hook(self.on_loaded),
         ]
+        # What copy, pickle and torch.save ask an object for.
+        optimizer.__getstate__ = partial(self.getstate, weakref.ref(optimizer))
 
     def bounds(self, optimizer: Optimizer) -> list[ParameterState]:
         """The parameters whose states are sharded or are to be, in the optimizer's order."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         found = (self.lookup(parameter) for parameter in parameters)
         return [b for b in found if b is not None and b.stage > 0]
+
+    def getstate(self, living: weakref.ref[Optimizer]) -> Any:
+        """Refuse a copy of an optimizer whose states are shards: it would take them for whole."""
+        optimizer = cast(Optimizer, living())
+        if self.bounds(optimizer):
+            name = type(optimizer).__name__
+            raise StepError(
+                f"a copy of {name}, as copy, pickle and torch.save make it, would hold this rank's "
+                "shards of the states as if they were whole. Copy or save optimizer.state_dict(), "
+                "which all ranks call, or use zerofx.save; or first call zerofx.unshard(model, "
+                "optimizer)."
+            )
+        kind: Any = type(optimizer)
+        return kind.__getstate__(optimizer)
 
     def shard_states(self, optimizer: Optimizer) -> None:
         """Cut whatever is whole; nothing changes if one state cannot be cut."""
