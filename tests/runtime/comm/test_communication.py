@@ -1,5 +1,6 @@
 """The collectives, against local arithmetic; their bytes, against the wire."""
 
+import math
 import os
 import sys
 import time
@@ -156,6 +157,13 @@ def check_native_transport():
         torch.testing.assert_close(result, expected)
         shard = comm.wait(comm.reduce_scatter_start(flat, reduction, world_size))
         torch.testing.assert_close(shard, expected.chunk(world_size)[comm.rank])
+    for reduction in ("max", "min"):
+        for rank in range(world_size):  # whichever has it
+            number = torch.tensor([math.nan if comm.rank == rank else 1.0, -math.inf, math.inf])
+            result = comm.wait(comm.all_reduce_start(number, reduction))
+            assert result.tolist()[1:] == [-math.inf, math.inf] and result[0].isnan()
+            whole = comm.wait(comm.all_reduce_start(number[0], reduction))
+            assert whole.shape == () and whole.isnan()
     gathered = comm.gather_whole(torch.full((2,), float(comm.rank)))
     assert_bitwise(gathered, torch.arange(world_size).repeat_interleave(2).float())
     imaginary = torch.full((2,), 1j * comm.rank)

@@ -7,6 +7,7 @@ its own order instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -120,8 +121,26 @@ class NativeTransport:
     def all_reduce(self, input: torch.Tensor, reduction: str, in_place: bool = False) -> Started:
         result = input if in_place else input.clone(memory_format=torch.contiguous_format)
         operation = self.operations[reduction]
+        if reduction in ("max", "min") and result.is_floating_point():
+            return self._extreme(result, operation, -1 if reduction == "min" else 1)
         work = dist.all_reduce(result, operation, group=self.group, async_op=True)
         return Started(result, work, partial(divide, result, reduction, self._divisor))
+
+    def _extreme(self, result: torch.Tensor, operation: dist.ReduceOp, sign: int) -> Started:
+        """Have a NaN of any rank be the result, as torch's own reductions do: it travels apart.
+
+        Backends may take the other value.
+        """
+        is_nan = result.isnan()
+        numbers = result.masked_fill(is_nan, -sign * math.inf)
+        both = torch.stack((numbers, sign * is_nan.to(result.dtype)))
+        work = dist.all_reduce(both, operation, group=self.group, async_op=True)
+
+        def finish() -> None:
+            found, flags = both
+            result.copy_(found.masked_fill_(flags != 0, math.nan))
+
+        return Started(result, work, finish)
 
     def reduce_scatter(self, flat: torch.Tensor, reduction: str) -> Started:
         result = flat.new_empty(flat.numel() // self.world_size)
