@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from zerofx import compat
@@ -150,6 +151,7 @@ class CompiledFunction:
                 "averaging gradients. Call it outside of that; zerofx.explain(step) counts what "
                 "a step does."
             )
+        self._refuse_late_group()
         called_s = time.perf_counter()
 
         def begins() -> None:
@@ -184,6 +186,19 @@ class CompiledFunction:
             self.backend.active.function = previous
             compat.dynamo.explain_refusal(
                 lambda message: explained(message, wrappers.words()), RECOMPILE_LIMIT
+            )
+
+    def _refuse_late_group(self) -> None:
+        """Refuse to train alone, as at the first call, beside ranks that have met since."""
+        of = self.options
+        if of is None or of.process_group is not None or self.communicator.group is not None:
+            return
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise StepError(
+                f"{self.name} was first called before init_process_group, so it trains alone, and "
+                f"now there are {dist.get_world_size()} ranks. Call init_process_group before the "
+                "first compiled call; or here zerofx.unshard(model, optimizer), and torch.compile "
+                "the function again."
             )
 
     def called(self, options: Options) -> None:

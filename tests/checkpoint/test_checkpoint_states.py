@@ -229,3 +229,42 @@ def test_a_model_that_is_sharded_gets_states_as_shards(ranks, tmp_path):  # noqa
         assert all(len(shape) == 1 for shape in shapes)
         whole = sum(parameter.numel() for parameter in Wide(11).parameters())
         assert sum(length for (length,) in shapes) <= whole / 2 + 8
+
+
+class CountsByNumber(torch.optim.Optimizer):
+    """Has a state for each power of the gradient, by number, and one that is empty at first."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            sums, empty = self.state[p].setdefault("sums", {}), self.state[p].setdefault("none", {})
+            for power in (1, 2):
+                sums[power] = sums.get(power, 0) + p.grad**power
+            p.add_(sums[1] / (1 + sums[2]) + len(empty), alpha=-self.param_groups[0]["lr"])
+
+
+def test_states_by_number_and_empty_ones_are_what_they_were(tmp_path):
+    one, other = (built(seed, CountsByNumber) for seed in (0, 1))
+    train(step, one, range(3))
+    zerofx.save(tmp_path / "saved", *one)
+    zerofx.load(tmp_path / "saved", *other)
+    for state in other[1].state.values():
+        assert list(state["sums"]) == [1, 2] and state["none"] == {}
+    assert train(step, one, [3, 4]) == train(step, other, [3, 4])
+
+
+def save_and_load_where_tensors_are_made_elsewhere(path):
+    model = nn.Linear(4, 4)
+    torch.set_default_device("meta")
+    try:
+        zerofx.save(path, model)
+        zerofx.load(path, model)
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_default_device_is_nothing_to_ranks_that_save(ranks, tmp_path):  # noqa: F811
+    ranks(2).run(save_and_load_where_tensors_are_made_elsewhere, str(tmp_path / "saved"))

@@ -520,6 +520,8 @@ def several_models(folder):
         found = [given["teacher"].weight.mean().item()]
         with pytest.raises(KeyError, match="no model 'pupil', but .'student', 'teacher'."):
             fabric.load(folder, {"pupil": model(0.0)})
+        with pytest.raises(ValueError, match="has models .'student', 'teacher'., in shards"):
+            fabric.load(folder)
         given = {"pupil": model(0.0), "student": model(0.0)}
         fabric.load(folder, given, strict=False)
         found += [given[name].weight.mean().item() for name in ("pupil", "student")]

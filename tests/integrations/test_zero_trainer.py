@@ -221,7 +221,8 @@ def test_evaluations_and_the_best_model(ranks, tmp_path):  # noqa: F811
     }
     two = {**given, "per_device_train_batch_size": 3, "per_device_eval_batch_size": 4}
     found = ranks(2).run(train_on_rank, str(tmp_path / "two"), two, None, None, 16, timeout_s=300)
-    one = {**given, "per_device_train_batch_size": 6, "per_device_eval_batch_size": 4}
+    # Trainer counts an evaluation's tokens over all ranks, unless it is told not to.
+    one = {**given, "per_device_train_batch_size": 6, "per_device_eval_batch_size": 8}
     expected, evaluated, model = train_alone(tmp_path / "one", one, 16)
     assert max(evaluated) == evaluated[0] > evaluated[-1]
     check(found[0][0], expected)

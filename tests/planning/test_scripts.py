@@ -134,6 +134,7 @@ SAVES = [
     "safetensors.torch.save_model(model, 'a.safetensors')",
     "dcp.save({'kept': torch.ones(3)}, checkpoint_id='a')",
     "dcp.async_save({'model': model.state_dict()}, checkpoint_id='a').result()",
+    "assert zerofx.export_safetensors('a.safetensors', model) == pathlib.Path('a.safetensors')",
 ]
 
 
@@ -157,7 +158,7 @@ def test_no_checkpoint_of_it_is_written(captured, tmp_path, before, after):
     code = textwrap.dedent(SCRIPT).replace(before, after)
     code = code.replace(
         "import zerofx",
-        "import zerofx, safetensors.torch\nimport torch.distributed.checkpoint as dcp\n"
+        "import pathlib, zerofx, safetensors.torch\nimport torch.distributed.checkpoint as dcp\n"
         "from safetensors.torch import save_file\nkept = torch.load('a.pt')",
     )
     captured(code)

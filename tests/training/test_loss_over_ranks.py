@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.kit.covering import nightly, only
+from tests.kit.covering import first, nightly, only
 from tests.kit.losses import (
     CLASSES,
     GIVEN,
@@ -118,6 +119,96 @@ def refusal(loss_of: Callable, *inputs) -> str:
         torch.compile(step, backend="zero", options=options)(*inputs)
     assert "test_loss_over_ranks.py:" in str(caught.value)
     return str(caught.value)
+
+
+class SquaredError(torch.autograd.Function):
+    """Divides by a rank's own count in its backward."""
+
+    @staticmethod
+    def forward(ctx, out):
+        ctx.save_for_backward(out)
+        return out.square().mean()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (out,) = ctx.saved_tensors
+        return gradient * 2 * out / out.numel()
+
+
+class AddsLoss(torch.autograd.Function):
+    """Adds the gradient of a loss to that of what it is given, as DeepSeek's balancing loss."""
+
+    @staticmethod
+    def forward(ctx, out, loss):
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones(())
+
+
+def by_sample(model, tokens):
+    return model(tokens).square().mean((1, 2))
+
+
+OF_PARTS = {
+    "halves": (lambda model, x: by_sample(model, x).view(2, -1).mean(1).sum(), "takes the mean"),
+    "of each place": (
+        lambda model, x: by_sample(model, x).view(-1, 2).mean(0).square().sum(),
+        "takes the mean",
+    ),
+    "spread of halves": (
+        lambda model, x: by_sample(model, x).view(2, -1).std(1).sum(),
+        "takes the std|takes the var",
+    ),
+    "times the length": (
+        lambda model, x: by_sample(model, x).mean() * x.size(0),
+        "multiplies a mean over the batch by the batch's length, 8",
+    ),
+    "a share times the length": (
+        lambda model, x: by_sample(model, x).sum() / ((x[:, 0] > 3).float().mean() * x.size(0)),
+        "multiplies a mean over the batch by the batch's length, 8",
+    ),
+    "its own backward": (lambda model, x: SquaredError.apply(model(x)), "takes the mean"),
+    "its own gradient": (
+        lambda model, x: AddsLoss.apply(model(x), by_sample(model, x).mean()).square().mean(),
+        "returns a gradient whatever gradient it is given",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", first(4, OF_PARTS))
+def test_what_is_of_a_part_or_of_a_rank_in_backward_is_refused(name):
+    loss_of, words = OF_PARTS[name]
+    tokens = torch.arange(40).view(8, 5) % 7
+    assert re.search(words, refusal(loss_of, tokens))
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda model, x: by_sample(model, x).view(-1, 2).mean(1).square().mean(),  # of pairs
+        lambda model, x: 2 * by_sample(model, x).mean(),
+    ],
+)
+def test_what_is_of_few_samples_each_is_no_part_of_the_batch(loss_of):
+    model, alone = Model(), Model()
+    alone.load_state_dict(model.state_dict())
+    tokens = torch.arange(40).view(8, 5) % 7
+    for trained, options in ((model, {"stage": 0, "loss": "global"}), (alone, None)):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
+
+        def step(tokens, trained=trained, optimizer=optimizer):
+            loss_of(trained, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if options is not None:
+            options = {"lowering": "eager", **options}
+            step = torch.compile(step, backend="zero", options=options)
+        step(tokens)
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_number_that_the_step_is_called_with_may_be_a_count_or_not():

@@ -37,7 +37,7 @@ def backward_to(graph: fx.Graph, parameters: Collection[fx.Node]) -> list[fx.Nod
 def mark_losses(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
     """Mark every loss that backward starts from, and all divisors that it may depend on.
 
-    Raises: StepError for a loss that is not one number.
+    Raises: StepError for a loss that is not one number, or has gradients that are not a loss's.
     """
     graph = gm.graph
     calls = backward_to(graph, parameters)
@@ -45,6 +45,7 @@ def mark_losses(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
         _multiply_with_gradient(graph, call)
     roots = [_loss_of(call) for call in calls]
     wanted = set(reached(roots, lambda node: node.all_input_nodes))
+    _check_functions(gm, wanted)
     for node in list(graph.nodes):
         if node in wanted:
             _mark(graph, node)
@@ -61,11 +62,44 @@ def mark_losses(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
 
 
 def _checkpointed(gm: fx.GraphModule, nodes: Collection[fx.Node]) -> list[fx.GraphModule]:
-    """Return the functions that some nodes call, as ``torch.utils.checkpoint`` does."""
+    """Return the functions that some nodes call, as ``torch.utils.checkpoint`` does.
+
+    Not those of a ``torch.autograd.Function``: its backward would divide by what it did.
+    """
     named = dict(gm.named_modules())
-    targets = {node.target for node in nodes if node.op == "get_attr"}
+    targets = {
+        node.target for node in nodes if node.op == "get_attr" and not any(map(_is_own, node.users))
+    }
     found = [named[target] for target in targets if target in named]
     return [module for module in found if isinstance(module, fx.GraphModule)]
+
+
+def _check_functions(gm: fx.GraphModule, nodes: Collection[fx.Node]) -> None:
+    """Refuse a ``torch.autograd.Function`` whose backward adds gradients of nothing that it got.
+
+    A loss that is added to the gradients so is none that could be averaged over ranks.
+    """
+    named = dict(gm.named_modules())
+    for call in filter(_is_own, nodes):
+        forward, backward = (named[str(body.target)] for body in call.args[:2])
+        (_, saved) = forward.graph.output_node().args[0]
+        gradients = backward.graph.output_node()
+        inputs = backward.graph.find_nodes(op="placeholder")
+        given = set(inputs[: len(inputs) - len(saved)])
+        for gradient in gradients.all_input_nodes:
+            made_of = reached([gradient], lambda node: node.all_input_nodes)
+            if given.isdisjoint(made_of):
+                raise StepError(
+                    "a torch.autograd.Function in the model has a backward that returns a gradient "
+                    "whatever gradient it is given, as to add a loss: with loss='global' it would "
+                    "stay the rank's own. Add that loss to the step's loss instead, or use "
+                    f"loss='rank'.\n  at {source_line(call)}"
+                )
+
+
+def _is_own(call: fx.Node) -> bool:
+    """Return whether a node calls a ``torch.autograd.Function``."""
+    return str(call.target) == "autograd_function_apply"
 
 
 def _multiply_with_gradient(graph: fx.Graph, call: fx.Node) -> None:

@@ -131,7 +131,7 @@ class Ranks:
                 sent = self._send((_told(failure), result), 0)
                 failed, told, answer = self._receive(0)
                 with contextlib.suppress(RuntimeError):  # rank 0 has ended, but has answered
-                    sent.append(self._connection.send([torch.ones(1)], 0, 0))
+                    sent.append(self._connection.send([torch.ones(1, device="cpu")], 0, 0))
             else:
                 reports: list[Any] = [(_told(failure), result)]
                 reports += [self._receive(rank) for rank in others]
@@ -140,7 +140,10 @@ class Ranks:
                 if told is None:
                     answers, failure = _outcome(lambda: decide([its for _, its in reports]))
                     told = _told(failure)
-                thanks = [self._connection.recv([torch.empty(1)], rank, 0) for rank in others]
+                thanks = [
+                    self._connection.recv([torch.empty(1, device="cpu")], rank, 0)
+                    for rank in others
+                ]
                 for rank in others:
                     sent += self._send((failed, told, answers and answers[rank]), rank)
                 for received in thanks:
@@ -172,13 +175,13 @@ class Ranks:
         after it has asked for it (2.11 to 2.15), and to wait for that takes the whole timeout.
         """
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = torch.tensor([data.numel()])
+        size = torch.tensor([data.numel()], device="cpu")
         return [self._connection.send([tensor], rank, 0) for tensor in (size, data)]
 
     def _receive(self, rank: int) -> Any:
-        size = torch.empty(1, dtype=torch.int64)
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
         self._connection.recv([size], rank, 0).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         self._connection.recv([data], rank, 0).wait()
         return pickle.loads(data.numpy().tobytes())
 
@@ -333,8 +336,9 @@ def meet(model: nn.Module, optimizers: Sequence[Optimizer], process_group: Any, 
     """Return when all ranks are here, and no step or save is working on these objects.
 
     Raises: the error of the last save, if it has not been raised on one of the ranks; as
-    ``Ranks.of``.
+    ``Ranks.of``; RuntimeError in a compiled call.
     """
+    REGISTRY.refuse_in_call(name)
     bounds = bound_parameters(model, *optimizers)
     REGISTRY.settle(bounds, optimizers)
     ranks = Ranks.of(bounds, process_group, name)

@@ -403,9 +403,9 @@ class Contents:
         if isinstance(value, torch.Tensor):
             is_large = value.dim() > 0 and value.shape == parameter.shape
             return self._part(value.detach()) if alike and is_large else self._whole(value)
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value and all(type(key) is str for key in value):
             return {
-                str(key): self._whole_state(inner, parameter, False, f"{name}.{key}")
+                key: self._whole_state(inner, parameter, False, f"{name}.{key}")
                 for key, inner in value.items()
             }
         return encode(value, f"the state {name!r}")

@@ -17,6 +17,7 @@ from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.mapped import MAPPED
 from zerofx.deferred.recorder import Recorder
 from zerofx.errors import StepError
+from zerofx.runtime.memory.copies import GIVEN_COPIES
 from zerofx.runtime.memory.guard import Guarded, is_saving
 
 
@@ -53,13 +54,16 @@ def _detach(frame: FrameType, args: tuple[Any, ...], _kwargs: dict[str, Any]) ->
 
     Any other caller would take the result for a live view.
     """
-    return NotImplemented if not is_saving(frame) else LEDGER.value_of(args[0]).cpu()
+    if not is_saving(frame):
+        return NotImplemented
+    return GIVEN_COPIES.give("a parameter that is still to be made", LEDGER.value_of(args[0]).cpu())
 
 
 def _copy(_frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``parameter.copy_(source)``, as ``load_state_dict`` calls it: recorded, as in a block."""
     if not isinstance(args[0], _Deferred) or LEDGER.memory_of(args[0]) is None:
         return NotImplemented
+    GIVEN_COPIES.forget()
     with compat.tensors.without_torch_function(), Recorder(exact=False):
         return torch.Tensor.copy_(*args, **kwargs)
 

@@ -120,7 +120,8 @@ class ZeroStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         """Read what any number of ranks has saved, each model by its name.  Collective.
 
-        Raises: KeyError for a model that the checkpoint does not have, with ``strict``.
+        Raises: KeyError for a model that the checkpoint does not have, with ``strict``;
+            ValueError without a state.
         """
         folder = Path(path)
         if not (folder / REST).exists():
@@ -128,6 +129,11 @@ class ZeroStrategy(DDPStrategy):
         given = {"model": state} if isinstance(state, nn.Module) else dict(state or {})
         models, optimizers, rest = _sorted(given)
         left = super().load_checkpoint(folder / REST, rest, strict, weights_only)
+        if state is None and left.get(_MODELS):
+            raise ValueError(
+                f"The checkpoint {folder} has models {left[_MODELS]}, in shards that are read into "
+                "models: give them by these names, fabric.load(path, {name: model, ...})."
+            )
         # Older checkpoints have no names: models are in the order in which they were saved.
         saved, token = left.pop(_MODELS, list(models)), left.pop(TOKEN, None)
         if isinstance(state, nn.Module) and len(saved) == 1:

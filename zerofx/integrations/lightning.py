@@ -228,7 +228,8 @@ class ZeroStrategy(DDPStrategy):
             super().load_optimizer_state_dict(checkpoint)
         else:
             shards = shards_in(self._folder, self._token, self._module)
-            zerofx.load(shards, self._module, self.optimizers)
+            strict = self._module.strict_loading
+            zerofx.load(shards, self._module, self.optimizers, strict=strict)
 
 
 def _detached(value: torch.Tensor) -> torch.Tensor:

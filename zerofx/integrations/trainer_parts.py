@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import Trainer
 
 import zerofx
+from zerofx.integrations.models import is_peft
 
 
 class Updated(AcceleratedOptimizer):
@@ -90,8 +92,19 @@ def checked(args: Any) -> Any:
         if is_asked:
             raise ValueError(f"ZeroTrainer cannot train with `{name}`: {reason}. Leave it out.")
     args.torch_compile, args.torch_compile_backend = False, None
+    args.zero_averages = args.average_tokens_across_devices
     args.average_tokens_across_devices = False  # the compiler counts them, over all ranks
     return args
+
+
+@contextmanager
+def averaging_as_asked(args: Any) -> Iterator[None]:
+    """Have Trainer count an evaluation's tokens over all ranks, if the user's arguments do so."""
+    args.average_tokens_across_devices = args.zero_averages
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = False
 
 
 _NEVER_CALLED = (
@@ -125,10 +138,18 @@ def check_class(kind: type, ours: type) -> None:
             )
 
 
-def check_adapters(model: Any) -> None:
-    """Raises: ValueError for adapters that transformers has added: they would not be saved."""
+def check_adapters(model: Any, args: Any) -> None:
+    """Check that a model's adapters can be saved, and loaded as the arguments ask.
+
+    Raises: ValueError for those that transformers has added, and for the best without a checkpoint.
+    """
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
             "ZeroTrainer saves adapters of peft's own models, and model.add_adapter has added some "
             "to another: give peft.get_peft_model(model, config) instead."
+        )
+    if is_peft(model) and args.load_best_model_at_end and args.save_only_model:
+        raise ValueError(
+            "ZeroTrainer loads the best adapters from a whole checkpoint: leave "
+            "save_only_model out, or load_best_model_at_end."
         )

@@ -34,6 +34,7 @@ from zerofx.integrations.models import (
 from zerofx.integrations.trainer_parts import (
     OnShards,
     Updated,
+    averaging_as_asked,
     check_adapters,
     check_class,
     checked,
@@ -80,12 +81,7 @@ class ZeroTrainer(Trainer):
         self._zero_saved: Saved | None = None  # by a checkpoint that is being written
         self._zero_is_whole = True  # what the model's parameters are between calls
         super().__init__(plain(model), *others, **named)
-        check_adapters(self.model)
-        if is_peft(self.model) and self.args.load_best_model_at_end and self.args.save_only_model:
-            raise ValueError(
-                "ZeroTrainer loads the best adapters from a whole checkpoint: leave "
-                "save_only_model out, or load_best_model_at_end."
-            )
+        check_adapters(self.model, self.args)
 
     def create_accelerator_and_postprocess(self) -> None:
         self.args = checked(copy.copy(self.args))
@@ -98,7 +94,7 @@ class ZeroTrainer(Trainer):
         )
 
     def _prepare_for_training(self, *arguments: Any) -> tuple[nn.Module, Any]:
-        check_adapters(self.model)
+        check_adapters(self.model, self.args)
         self._zero_update = None
         prepared = super()._prepare_for_training(*arguments)
         self.optimizer.has_updated = False
@@ -183,7 +179,8 @@ class ZeroTrainer(Trainer):
                 self._zero_is_whole, self.model_wrapped = was_whole, self.model
 
     def prediction_step(self, model: nn.Module, *arguments: Any, **named: Any) -> Any:
-        return super().prediction_step(self._wrap_model(model, False), *arguments, **named)
+        with averaging_as_asked(self.args):
+            return super().prediction_step(self._wrap_model(model, False), *arguments, **named)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if training or self._zero_is_whole:

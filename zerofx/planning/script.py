@@ -167,7 +167,7 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "load_safetensors": _nothing,
     "latest": _nothing,
     "save": lambda path, *_args, **_options: Saving(Path(path)),
-    "export_safetensors": lambda model, path, *_args, **_options: Path(path),
+    "export_safetensors": lambda path, *_args, **_options: Path(path),
 }
 """The functions that a script is given in place of those of ``zerofx``: nothing read or written."""
 

@@ -35,6 +35,7 @@ def full_params(model: nn.Module) -> Iterator[None]:
 
     Raises: RuntimeError if a rank does not join.
     """
+    REGISTRY.refuse_in_call("full_params()")
     # Those that are whole already are another such block's.
     bounds = [bound for bound in _bound_in(model) if bound.state is State.SHARDED]
     REGISTRY.barrier.wait(bounds, "full_params()")
@@ -54,6 +55,7 @@ def unshard(model: nn.Module, *optimizers: Optimizer | None) -> None:
     Raises: ValueError if an optimizer that holds shards of these parameters is not given;
     TypeError for an unknown wrapper of one; RuntimeError if a rank does not join.
     """
+    REGISTRY.refuse_in_call("unshard()")
     given = [unwrapped(optimizer) for optimizer in optimizers if optimizer is not None]
     bounds = _bound_in(model)
     REGISTRY.settle(bounds, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -44,6 +45,8 @@ from zerofx.runtime.parameters.snapshots import SNAPSHOTS
 from zerofx.runtime.storage.bucket import Location
 from zerofx.runtime.turns import NoDataAnywhere
 from zerofx.runtime.wires import Wires
+
+logger = logging.getLogger("zerofx")
 
 
 class StepRuntime:
@@ -353,6 +356,14 @@ class StepRuntime:
         """Leave nothing under way of a call that has failed."""
         for bound in self.bound:  # a second shard may not be whole
             bound.version += 1
+        if updated := self.steps.num_updated():
+            words = (
+                f"updates of {updated} parameter(s) had begun when the call failed, for an update runs "
+                "as soon as its gradients are there: go on from a checkpoint. With "
+                "update_in_backward=0 nothing is updated before backward has ended."
+            )
+            logger.warning("%s", words)
+            error.add_note(words)
         self.host_updates.failed(error, self.bound)
         if self.moves:
             self.copies.abandon()

@@ -1,5 +1,8 @@
 """Buffers are given out again only when nothing can see them any more."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from zerofx.runtime.memory.pages import HUGE_PAGE_BYTES, BufferPool
@@ -60,3 +63,22 @@ def test_without_reuse_every_buffer_is_its_own_and_no_larger():
     buffer = pool.empty(HUGE_PAGE_BYTES, LIKE)
     assert buffer.untyped_storage().nbytes() == 4 * HUGE_PAGE_BYTES
     assert not pool._storages
+
+
+def test_threads_never_have_one_memory_at_once():
+    pool, before = BufferPool(), sys.getswitchinterval()
+
+    def fill(number: int) -> bool:
+        for _ in range(300):
+            held = [pool.empty(100 + size, LIKE).fill_(number) for size in range(4)]
+            if any((one != number).any() for one in held):
+                return False
+            pool.clear()
+        return True
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(fill, range(4)))
+    finally:
+        sys.setswitchinterval(before)

@@ -124,14 +124,14 @@ class Samples:
         """Return the values of a node's results, one for all if they are alike."""
         if node.target is ops.loss_part:
             return [self._of_part(node)]
-        if node.target is ops.count:
-            return [self._of_count(node)]
         if node.target in (ops.over_ranks, ops.gradient):  # of all ranks, or averaged over them
             return [Value(Kind.SAME, no_dims(node))]
-        if all(source.kind == Kind.SAME for source in sources):
+        if node.target is not ops.count and all(source.kind == Kind.SAME for source in sources):
             return self._made_of_nothing(node)
         rule = _RULES.get(node.target) or _RULES.get(getattr(node.target, "overloadpacket", None))
         try:
+            if node.target is ops.count:
+                return [self._of_count(node)]
             if rule is not None:
                 result = rule(self, node)
             elif is_pointwise(node):
@@ -205,6 +205,7 @@ class Samples:
         if of in ("local", "global"):
             return Value(Kind.COUNT, number.dims, frozenset({1}), is_marked=True)
         if of == "mean":
+            self._check_mean(node, node.args[2])
             if not self._is_over_samples(node.args[2]):
                 return Value(Kind.SAME, number.dims)
             return Value(Kind.COUNT, number.dims, frozenset({1}), is_marked=True)
@@ -217,6 +218,16 @@ class Samples:
         while name_of(total) in ("detach", "alias", "_to_copy"):
             (total,) = total.all_input_nodes
         return name_of(total) != "sum" or self.of(total.args[0]).kind == Kind.SAMPLES
+
+    def _check_mean(self, node: fx.Node, total: fx.Node) -> None:
+        """Refuse a mean over the part of a split dimension that may be the batch's to decide."""
+        while name_of(total) in ("detach", "alias", "_to_copy"):
+            (total,) = total.all_input_nodes
+        if name_of(total) == "sum":
+            value = self.of(total.args[0])
+            gone = reductions.reduced_dims(total, len(value.dims))
+            if reductions.reduces_longer_part(value, gone):
+                raise MixedError(node, "takes the mean over a part of the samples of a batch")
 
 
 def _outputs_of(node: fx.Node) -> Sequence[Any]:

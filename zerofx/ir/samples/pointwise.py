@@ -164,7 +164,8 @@ def _scaled(samples: Samples, node: fx.Node, dims: Dims) -> Value:
                 dims,
             )
         raise MixedError(node, "multiplies or divides sums over a batch", dims)
-    objection = first.objection or _may_be_count(samples, node, node.args[1], first, second)
+    by_number = _may_be_count(samples, node, node.args[1], first, second)
+    by_length = _is_by_length(samples, node, node.args[1], first)
     sign = -1 if is_division else 1
     (shift,) = second.degrees if len(second.degrees) == 1 else (0,)
     degrees = frozenset(degree + sign * shift for degree in first.degrees)
@@ -180,8 +181,23 @@ def _scaled(samples: Samples, node: fx.Node, dims: Dims) -> Value:
         degrees=degrees,
         is_scaled=is_scaled,
         is_marked=is_marked,
-        objection=objection if 1 in degrees else None,
+        objection=(first.objection or by_number if 1 in degrees else None)
+        or second.objection
+        or by_length,
     )
+
+
+def _is_by_length(samples: Samples, node: fx.Node, number: Any, value: Value) -> Objection | None:
+    """Return an objection to a mean, or a share of the batch, times the batch's own length.
+
+    One and two are factors that have to do with no batch.
+    """
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if value.kind not in (Kind.TOTAL, Kind.COUNT) or value.degrees != {0} or not is_number:
+        return None
+    if name_of(node) != "mul" or number <= 2 or number not in samples.sizes:
+        return None
+    return Objection(node, f"multiplies a mean over the batch by the batch's length, {number:g}")
 
 
 def _may_be_count(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,14 +19,37 @@ if TYPE_CHECKING:
 
 def reduced(samples: Samples, node: fx.Node) -> Value:
     value = samples.of(node.args[0])
-    gone = _reduced_dims(node, len(value.dims))
+    gone = reduced_dims(node, len(value.dims))
     keeps = bool(argument_of(node, "keepdim"))
     dims = tuple(
         None if at in gone else span
         for at, span in enumerate(value.dims)
         if keeps or at not in gone
     )
+    _check_part(node, value, gone)
     return _reduced_by(samples, node, value, dims, any(value.dims[at] for at in gone))
+
+
+def _check_part(node: fx.Node, value: Value, gone: set[int]) -> None:
+    """Refuse all but a sum over one part of a split dimension, if it has as many as are left.
+
+    It may be the part whose length the batch decides, as in ``view(2, -1).mean(1)``; the other,
+    of a number that is the same for all ranks, is the shorter one of batches worth the name.
+    """
+    if name_of(node) != "sum" and reduces_longer_part(value, gone):
+        raise MixedError(node, f"takes the {name_of(node)} over a part of the samples of a batch")
+
+
+def reduces_longer_part(value: Value, gone: set[int]) -> bool:
+    """Return whether dimensions that are reduced have at least as many samples as those left."""
+    if value.kind != Kind.SAMPLES:
+        return False
+    counts = [
+        math.prod(span[1] for at, span in enumerate(value.dims) if span and (at in gone) == is_gone)
+        for is_gone in (True, False)
+    ]
+    has_both = {at in gone for at, span in enumerate(value.dims) if span} == {True, False}
+    return has_both and counts[0] > 1 and counts[0] >= counts[1]
 
 
 def _reduced_by(
@@ -65,7 +89,7 @@ def fused_loss(samples: Samples, node: fx.Node) -> Value | list[Value]:
     return Value(Kind.TOTAL, degrees=ONE)
 
 
-def _reduced_dims(node: fx.Node, ndim: int) -> set[int]:
+def reduced_dims(node: fx.Node, ndim: int) -> set[int]:
     dims = argument_of(node, "dim")
     if dims is None or dims == []:
         return set(range(ndim))

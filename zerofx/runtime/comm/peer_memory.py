@@ -135,7 +135,9 @@ class PeerMemory:
         self._seen = _Progress(), _Entry()
         self._read = _process_vm_readv()
         address = ctypes.addressof(self.board)
-        card = torch.tensor([os.getpid(), address, self.board.nonce, self._read is not None])
+        card = torch.tensor(
+            [os.getpid(), address, self.board.nonce, self._read is not None], device="cpu"
+        )
         cards = [torch.empty_like(card) for _ in range(self.world_size)]
         dist.all_gather(cards, card, group=group)
         known = [card.tolist() for card in cards]
@@ -145,7 +147,9 @@ class PeerMemory:
             if rank != self.rank
         ]
         is_known = (self._nonce(peer) == known[peer.rank][2] for peer in self.peers)
-        readable = torch.tensor(int(all(able for *_, able in known) and all(is_known)))
+        readable = torch.tensor(
+            int(all(able for *_, able in known) and all(is_known)), device="cpu"
+        )
         dist.all_reduce(readable, dist.ReduceOp.MIN, group=group)
         self.is_readable = bool(readable)
         if self.is_readable:

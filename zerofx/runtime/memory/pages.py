@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +81,7 @@ def aligned_empty(
     pin it.
     """
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     alignment = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else PAGE_BYTES
     # Private: Linux seldom gives huge pages to memory that could be shared.
     try:
@@ -136,11 +137,13 @@ class BufferPool:
     layer would pay again.  A buffer is given out again once nothing else holds its
     memory, so a buffer stays with the code that holds it, or a view of it (as a tensor:
     while a program runs, nothing holds bare storages).  CUDA's allocator does all of this.
-    With ``is_on`` false nothing is kept, so that a budget knows of every byte.
+    With ``is_on`` false nothing is kept, so that a budget knows of every byte.  Threads may share
+    one.
     """
 
     def __init__(self) -> None:
         self.is_on = True
+        self._lock = threading.Lock()
         self._storages: list[torch.UntypedStorage] = []
         self._ranges: list[tuple[int, int]] = []  # of each storage: first byte, bytes asked for
 
@@ -149,24 +152,26 @@ class BufferPool:
         if like.device.type != "cpu" or not self.is_on:
             return like.new_empty(numel)
         nbytes = numel * like.itemsize
-        free = [index for index in range(len(self._storages)) if not self._is_held(index)]
-        chosen = next((index for index in free if self._ranges[index][1] == nbytes), None)
-        if chosen is None:
-            for index in reversed(free):  # of another size: kept, they would only add to the peak
-                del self._storages[index], self._ranges[index]
-            chosen = len(self._storages)
-            self._add(nbytes)
-        offset = self._ranges[chosen][0] // like.itemsize
-        return like.new_empty(0).set_(self._storages[chosen], offset, (numel,), (1,))
+        with self._lock:
+            free = [index for index in range(len(self._storages)) if not self._is_held(index)]
+            chosen = next((index for index in free if self._ranges[index][1] == nbytes), None)
+            if chosen is None:
+                for index in reversed(free):  # of another size: they would only add to the peak
+                    del self._storages[index], self._ranges[index]
+                chosen = len(self._storages)
+                self._add(nbytes)
+            offset = self._ranges[chosen][0] // like.itemsize
+            return like.new_empty(0).set_(self._storages[chosen], offset, (numel,), (1,))
 
     def clear(self) -> None:
         """Keep nothing for the next step: between steps a rank keeps its shards alone."""
-        self._storages.clear()
-        self._ranges.clear()
+        with self._lock:
+            self._storages.clear()
+            self._ranges.clear()
 
     def _add(self, nbytes: int) -> None:
         aligned = nbytes >= HUGE_PAGE_BYTES
-        memory = torch.empty(nbytes + aligned * HUGE_PAGE_BYTES, dtype=torch.uint8)
+        memory = torch.empty(nbytes + aligned * HUGE_PAGE_BYTES, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % HUGE_PAGE_BYTES if aligned else 0
         prefer_huge_pages(memory[start : start + nbytes])
         self._storages.append(memory.untyped_storage())

@@ -139,8 +139,8 @@ class StateStorage:
             return None
         step = int(values.get("step", values.get(UPDATES, 0)))
         key = step_key(self.precision.rounding_seed, step)
-        offset = torch.tensor(first_element, dtype=torch.int64)
-        return Draw(step, offset, torch.tensor(key, dtype=torch.int32))
+        offset = torch.tensor(first_element, dtype=torch.int64, device="cpu")
+        return Draw(step, offset, torch.tensor(key, dtype=torch.int32, device="cpu"))
 
     def rewrite(
         self,

@@ -18,6 +18,7 @@ from zerofx import compat
 from zerofx.codegen.rewrite.storage import MASTER, widen
 from zerofx.codegen.trace.nested import map_leaves
 from zerofx.errors import StepError
+from zerofx.runtime.memory.copies import GIVEN_COPIES
 from zerofx.runtime.memory.flat import gather, ordinary_tensors, take_shard
 from zerofx.runtime.optimizer.lazy_states import LazyState
 from zerofx.runtime.optimizer.owners import owner_of
@@ -187,13 +188,17 @@ class OptimizerAttachment:
             if number in states or owner_of(optimizer, bound) is not None:
                 whole = self.whole_state(optimizer, bound, states.get(number, {}), reader)
                 if whole:
-                    states[number] = {k: map_leaves(_snapshot, v) for k, v in whole.items()}
+                    states[number] = {
+                        key: map_leaves(partial(_snapshot, f"{key} of {bound.name}"), value)
+                        for key, value in whole.items()
+                    }
         # In the order of the parameters, as if they had been updated in it; then what is nobody's.
         nobody = {key: states.pop(key) for key in list(states) if not isinstance(key, int)}
         state_dict["state"] = dict(sorted(states.items(), key=lambda entry: entry[0])) | nobody
 
     def on_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         REGISTRY.settle(self.bounds(optimizer), [optimizer])
+        GIVEN_COPIES.forget()
         self.loading = state_dict
         self.before_load = {"state": optimizer.state, "param_groups": optimizer.param_groups}
 
@@ -320,8 +325,10 @@ def _check_is_shard(key: str, value: torch.Tensor, bound: ParameterState) -> Non
     )
 
 
-def _snapshot(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+def _snapshot(name: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return GIVEN_COPIES.give(name, value.detach().to("cpu", copy=True))
 
 
 def _as_plain(state: Mapping[str, Any], bound: ParameterState) -> dict[str, Any]:

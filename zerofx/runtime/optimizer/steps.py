@@ -94,6 +94,10 @@ class OptimizerSteps:
             known = self._found_inf[id(found_inf)] = (found_inf, bool(found_inf.item()))
         return known[1]
 
+    def num_updated(self) -> int:
+        """Return how many parameters the steps that are under way have updated, or begun to."""
+        return sum(map(len, self._updated.values()))
+
     def has_begun(self, optimizer: int) -> bool:
         """Return whether a step of it has begun in this call."""
         return optimizer in self._updated

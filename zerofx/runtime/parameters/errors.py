@@ -52,14 +52,14 @@ class SavedError:
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Read a part of it: these elements of the parameter."""
-        into = torch.empty(stop - start, dtype=torch.float32)
+        into = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         self.source.check()
         self.source.read((0,), start - self.start, stop - self.start, into)
         return into
 
     def share_in(self, start: int, stop: int) -> torch.Tensor:
         """What it has of the mean gradient's elements ``start`` to ``stop``; zeros elsewhere."""
-        share = torch.zeros(stop - start, dtype=torch.float32)
+        share = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         begin, end = max(start, self.start), min(stop, self.stop)
         if begin < end:
             share[begin - start : end - start] = self.read(begin, end) / self.mesh.world_size

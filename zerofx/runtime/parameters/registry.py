@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from zerofx.accelerator import is_accelerator
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Source
 from zerofx.ir.parameters import ParameterInfo, Place
+from zerofx.runtime.memory.copies import GIVEN_COPIES
 from zerofx.runtime.memory.flat import make_equal, ordinary_tensors
 from zerofx.runtime.parameters.barrier import Barrier
 from zerofx.runtime.parameters.bucket_memory import BucketMemory
@@ -56,6 +58,7 @@ class ParameterRegistry:
         self._claims = Claims()
         self._guarded: list[tuple[Any, type, type]] | None = None
         self._depth = 0
+        self._calling: Counter[int] = Counter()  # threads in a compiled call
         self._lock = threading.RLock()
         self.gradients = GradientRegistry(self._lock)
 
@@ -278,9 +281,11 @@ class ParameterRegistry:
         """Make parameters and gradients plain for the duration of a compiled call."""
         with self._lock:
             self._depth += 1
+            self._calling[threading.get_ident()] += 1
             if self._depth > 1:
                 return
             self.epoch += 1
+            GIVEN_COPIES.check()
             LEDGER.make_plain()
             for reference, own, _ in self._swaps():
                 parameter = reference()
@@ -288,10 +293,23 @@ class ParameterRegistry:
                     parameter.__class__ = own
             self.gradients.make_plain()
 
+    def refuse_in_call(self, what: str) -> None:
+        """Refuse to look at models in a compiled call, as a signal's handler may try.
+
+        Raises: RuntimeError.
+        """
+        if self._calling[threading.get_ident()]:
+            raise RuntimeError(
+                f"{what} was called while a compiled step runs, when parameters are between two "
+                "values, and sharded ones have no memory. In a signal's handler set a flag, and do "
+                "it after the call."
+            )
+
     def exit_call(self) -> None:
         """Guard them again, and let go of the gradients that nothing refers to any more."""
         with self._lock:
             self._depth -= 1
+            self._calling[threading.get_ident()] -= 1
             if self._depth > 0:
                 return
             self.gradients.guard_again()
@@ -345,6 +363,7 @@ class ParameterRegistry:
         with self._lock:
             self.settle([bound])
             how = "load_state_dict() or copy_()"
+            GIVEN_COPIES.forget()
             bound.write(whole)
             self.barrier.note_write(bound, how)
 
@@ -368,7 +387,7 @@ class ParameterRegistry:
         self.barrier.wait_once(destination, self.epoch, [bound], "state_dict()")
         value = bound.snapshot_in(destination, self.epoch)
         if value is None:
-            value = bound.gather().cpu()
+            value = GIVEN_COPIES.give(bound.name, bound.gather().cpu())
             bound.take_snapshot(value, self.epoch)
             return value
         return value.detach()
