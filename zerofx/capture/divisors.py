@@ -82,7 +82,8 @@ def _check_functions(gm: fx.GraphModule, nodes: Collection[fx.Node]) -> None:
     named = dict(gm.named_modules())
     for call in filter(_is_own, nodes):
         forward, backward = (named[str(body.target)] for body in call.args[:2])
-        (_, saved) = forward.graph.output_node().args[0]
+        results = forward.graph.output_node().args[0]
+        saved = results[1] if isinstance(results, tuple) and len(results) == 2 else ()
         gradients = backward.graph.output_node()
         inputs = backward.graph.find_nodes(op="placeholder")
         given = set(inputs[: len(inputs) - len(saved)])

@@ -360,9 +360,11 @@ def _no_gradient_hooks_on_inputs(backend: Any) -> Patch:
     """Refuse a hook that a function adds to the gradient of what it is given, as parameters are.
 
     Dynamo adds it behind the graph, which has the backward pass in it, and forgets one that the
-    function removes again.  For torch 2.11 to 2.15.
+    function removes again.  Seen in torch 2.13; a version without this method is left alone.
     """
-    original = TensorVariable._method_register_hook
+    original = getattr(TensorVariable, "_method_register_hook", None)
+    if original is None:
+        return contextlib.nullcontext()
 
     def register(self, tx, name, *args, **kwargs):
         if self.source and backend_in_use(tx) is backend:

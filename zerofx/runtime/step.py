@@ -358,8 +358,8 @@ class StepRuntime:
             bound.version += 1
         if updated := self.steps.num_updated():
             words = (
-                f"updates of {updated} parameter(s) had begun when the call failed, for an update runs "
-                "as soon as its gradients are there: go on from a checkpoint. With "
+                f"updates of {updated} parameter(s) had begun when the call failed, for an update "
+                "runs as soon as its gradients are there: go on from a checkpoint. With "
                 "update_in_backward=0 nothing is updated before backward has ended."
             )
             logger.warning("%s", words)
