@@ -49,12 +49,11 @@ def _clone_what_is_read_later(gm: fx.GraphModule) -> None:
     for step in gm.graph.find_nodes(op="call_function", target=ops.optimizer_step):
         operands = list(step.args[0])
         for position, operand in enumerate(operands):
-            memory = memory_of(operand)
-            if any(source.op == "placeholder" for source in memory):
+            if any(source.op == "placeholder" for source in memory_of(operand)):
                 continue
-            is_shared = any(memory & memory_of(other) for other in operands[:position])
-            is_read = any(user > step for alias in aliases(operand) for user in alias.users)
-            if is_shared or is_read:
+            same = aliases(operand)
+            is_shared = any(one in same or operand in aliases(one) for one in operands[:position])
+            if is_shared or any(user > step for alias in same for user in alias.users):
                 with gm.graph.inserting_before(step):
                     clone = gm.graph.call_function(aten.clone.default, (operand,))
                 clone.meta = dict(operand.meta)

@@ -394,29 +394,6 @@ def test_gradients_between_calls_are_the_whole_average(stage, ranks):  # noqa: F
             assert_close(gradients[name], parameter.grad, name)
 
 
-@pytest.mark.parametrize("stage", (0, 1))
-def test_gradients_that_are_set_to_zeros_stay_where_they_are(stage):
-    model = Mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x):
-        optimizer.zero_grad(set_to_none=False)
-        model(x).square().sum().backward()
-        optimizer.step()
-
-    kept = {}
-    for name, p in model.named_parameters():
-        p.grad = kept[name] = torch.zeros_like(p)
-    compiled, x = zero(stage)(step), torch.randn(4, models.FEATURES)
-    for _ in range(2):
-        expected = Mlp()
-        expected.load_state_dict(model.state_dict())
-        expected(x).square().sum().backward()
-        compiled(x)
-        for name, p in expected.named_parameters():
-            torch.testing.assert_close(kept[name], p.grad)
-
-
 @pytest.mark.parametrize("stage", only((3,), (2, 3)))
 def test_gradients_between_calls_are_refused_with_words(stage):
     with pytest.raises(RuntimeError, match="gradient of parameter 'body.weight'") as caught:

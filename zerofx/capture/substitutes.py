@@ -135,8 +135,7 @@ def zero_grad(self, set_to_none=True):
                 if set_to_none:
                     parameter.grad = None
                 else:
-                    with torch.no_grad():
-                        parameter.grad.zero_()
+                    parameter.grad = torch.zeros_like(parameter.grad)
 
 
 def accelerated_zero_grad(self, set_to_none=None):
