@@ -1,4 +1,4 @@
-"""What a call that fails or is interrupted leaves, and what may not be done inside of one."""
+"""A call that fails tells what it has updated; saving inside of a call is refused."""
 
 from __future__ import annotations
 

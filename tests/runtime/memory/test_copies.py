@@ -1,4 +1,4 @@
-"""Who writes to a tensor of a state dict, which is a copy of shards, is told that it is lost."""
+"""A write to a tensor of a state dict, which is a copy here, gives a warning that it is lost."""
 
 from __future__ import annotations
 

@@ -205,29 +205,26 @@ class Samples:
         if of in ("local", "global"):
             return Value(Kind.COUNT, number.dims, frozenset({1}), is_marked=True)
         if of == "mean":
-            self._check_mean(node, node.args[2])
             if not self._is_over_samples(node.args[2]):
                 return Value(Kind.SAME, number.dims)
             return Value(Kind.COUNT, number.dims, frozenset({1}), is_marked=True)
         return replace(number, is_marked=number.kind == Kind.COUNT)
 
     def _is_over_samples(self, total: fx.Node) -> bool:
-        """Return whether the sum of a mean is over samples, and not of what has been summed up."""
+        """Return whether the sum of a mean is over samples, and not of what has been summed up.
+
+        Raises: MixedError for one over the part of a split dimension that the batch may decide.
+        """
+        summed = total
+        while name_of(summed) in ("detach", "alias", "_to_copy"):
+            (summed,) = summed.all_input_nodes
+        if name_of(summed) == "sum":
+            value = self.of(summed.args[0])
+            if reductions.reduces_longer_part(value, reductions.reduced_dims(summed, value)):
+                raise MixedError(total, "takes the mean over a part of the samples of a batch")
         if self.of(total).kind not in (Kind.TOTAL, Kind.COUNT):
             return False
-        while name_of(total) in ("detach", "alias", "_to_copy"):
-            (total,) = total.all_input_nodes
-        return name_of(total) != "sum" or self.of(total.args[0]).kind == Kind.SAMPLES
-
-    def _check_mean(self, node: fx.Node, total: fx.Node) -> None:
-        """Refuse a mean over the part of a split dimension that may be the batch's to decide."""
-        while name_of(total) in ("detach", "alias", "_to_copy"):
-            (total,) = total.all_input_nodes
-        if name_of(total) == "sum":
-            value = self.of(total.args[0])
-            gone = reductions.reduced_dims(total, len(value.dims))
-            if reductions.reduces_longer_part(value, gone):
-                raise MixedError(node, "takes the mean over a part of the samples of a batch")
+        return name_of(summed) != "sum" or self.of(summed.args[0]).kind == Kind.SAMPLES
 
 
 def _outputs_of(node: fx.Node) -> Sequence[Any]:

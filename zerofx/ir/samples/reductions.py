@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def reduced(samples: Samples, node: fx.Node) -> Value:
     value = samples.of(node.args[0])
-    gone = reduced_dims(node, len(value.dims))
+    gone = reduced_dims(node, value)
     keeps = bool(argument_of(node, "keepdim"))
     dims = tuple(
         None if at in gone else span
@@ -89,7 +89,9 @@ def fused_loss(samples: Samples, node: fx.Node) -> Value | list[Value]:
     return Value(Kind.TOTAL, degrees=ONE)
 
 
-def reduced_dims(node: fx.Node, ndim: int) -> set[int]:
+def reduced_dims(node: fx.Node, value: Value) -> set[int]:
+    """Return the dimensions of ``value`` that a sum, a mean or the like of it is over."""
+    ndim = len(value.dims)
     dims = argument_of(node, "dim")
     if dims is None or dims == []:
         return set(range(ndim))

@@ -1,4 +1,4 @@
-"""The tensors of state dicts, which are copies here: who writes to one is told that it is lost."""
+"""Watches tensors of state dicts, which are copies here, and warns of writes that are lost."""
 
 from __future__ import annotations
 
