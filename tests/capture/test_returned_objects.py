@@ -164,6 +164,23 @@ def test_a_view_of_a_gradient_that_came_in_is_returned_as_a_copy(look, stage):
     torch.testing.assert_close(found, look(other.head.weight.grad))
 
 
+def test_a_step_that_clears_gradients_first_may_return_those_that_came_in():
+    def step(model, optimizer, *batch):
+        before = [p.grad for p in model.parameters()]
+        optimizer.zero_grad()
+        squared_loss(model, *batch).backward()
+        optimizer.step()
+        return before
+
+    def returned(function) -> list[Any]:
+        torch.manual_seed(0)
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return [function(model, optimizer, *BATCH) for _ in range(3)]
+
+    assert_same(returned(zero(step, stage=0)), returned(step))
+
+
 def test_an_object_with_a_value_to_differentiate_is_refused():
     with pytest.raises(StepError, match="a value to differentiate, and has no backward"):
         zero(lambda model, x, y: wrapped(squared_loss(model, x, y)))(Mlp(), *BATCH)

@@ -57,14 +57,16 @@ class CapturedStep:
     """One traced step before any pass: flat aten, its inputs and results labelled.
 
     ``traced`` is the program as it was traced, or makes it of what an earlier start has kept: what
-    is captured does not depend on ranks.  ``key`` stands for all that it depends on, empty if there
-    is no such text.
+    is captured does not depend on ranks.  ``replaced`` are the parameters whose gradient of before
+    the call nothing reads, for another takes its place.  ``key`` stands for all that the program
+    depends on, empty if there is no such text.
     """
 
     traced: Callable[[], fx.GraphModule]
     table: ParameterTable
     tensors: tuple[nn.Parameter, ...]
     buffers: tuple[torch.Tensor, ...]
+    replaced: frozenset[int]
     num_backwards: int
     updates: Counter[tuple[int, int]]
     mesh: Mesh
@@ -188,6 +190,15 @@ class StepCapture:
             position: index_of[owner] for position, owner in owners.items() if owner in index_of
         }
 
+    def _find_replaced(self) -> frozenset[int]:
+        """Return the parameters whose ``.grad`` is stored, and was not looked at before."""
+        seen = compat.dynamo.owners_looked_into("grad")
+        if any(owner is None for owner in seen):
+            return frozenset()
+        seen_ids = set(map(id, seen))
+        stored = set(self.gradient_outputs.values())
+        return frozenset(index for index in stored if id(self.tensors[index]) not in seen_ids)
+
     def _copy_views_of_gradients(self) -> None:
         """Return copies where results are views of gradients, which are kept as shards."""
         output = self.gm.graph.output_node()
@@ -271,6 +282,7 @@ class StepCapture:
             table=self.table,
             tensors=self.tensors,
             buffers=self.buffers,
+            replaced=self._find_replaced(),
             num_backwards=self.num_backwards,
             mesh=self.mesh,
             key=key,

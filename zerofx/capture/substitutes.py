@@ -131,11 +131,22 @@ def zero_grad(self, set_to_none=True):
     own = self.__dict__
     for group in own["param_groups"] if "param_groups" in own else self.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None:
-                if set_to_none:
-                    parameter.grad = None
-                else:
-                    parameter.grad = torch.zeros_like(parameter.grad)
+            _clear_gradient(parameter, set_to_none)
+
+
+def module_zero_grad(self, set_to_none=True):
+    """``Module.zero_grad``."""
+    for parameter in self.parameters():
+        _clear_gradient(parameter, set_to_none)
+
+
+# A look at the gradient would be a guard, and compile a step that begins with this twice: there is
+# none before the first call.
+def _clear_gradient(parameter, set_to_none):
+    if set_to_none:
+        parameter.grad = None
+    elif parameter.grad is not None:
+        parameter.grad = torch.zeros_like(parameter.grad)
 
 
 def accelerated_zero_grad(self, set_to_none=None):
@@ -246,6 +257,7 @@ def update(self, new_scale=None):
 SUBSTITUTES: dict[type | str, dict[str, Callable[..., Any]]] = {
     "accelerate.optimizer.AcceleratedOptimizer": {"zero_grad": accelerated_zero_grad},
     torch.optim.Optimizer: {"step": step, "zero_grad": zero_grad},
+    torch.nn.Module: {"zero_grad": module_zero_grad},
     torch.amp.GradScaler: {
         "scale": scale,
         "unscale_": unscale_,

@@ -125,7 +125,8 @@ def modified_objects() -> dict[int, set[str]]:
 def owners_looked_into(attribute: str) -> list[Any]:
     """The objects whose attribute the path of the function being compiled depends on.
 
-    Dynamo's guards name them by expressions in the function's scopes.
+    Dynamo's guards name them by expressions in the function's scopes; None is one whose expression
+    cannot be told here, being over what only the guards' own scope has.
     """
     output = InstructionTranslator.current_tx().output
     scopes = {"L": output.local_scope, "G": output.global_scope}
@@ -136,8 +137,8 @@ def owners_looked_into(attribute: str) -> list[Any]:
         if last == attribute:
             try:
                 found.append(eval(owner, dict(scopes)))
-            except Exception:  # an expression over what only the guards' own scope has
-                continue
+            except Exception:
+                found.append(None)
     return found
 
 

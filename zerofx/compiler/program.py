@@ -154,7 +154,7 @@ class Program:
             runtime = StepRuntime(
                 communicator,
                 self.gm.graph,
-                Trained(self.table, step.tensors, step.buffers, optimizers),
+                Trained(self.table, step.tensors, step.buffers, optimizers, step.replaced),
                 ProgramSetup(
                     options,
                     self.function.copies,

@@ -73,6 +73,7 @@ class StepRuntime:
         # Weakly: a compiled function outlives the models that it has trained.
         self.tensors = [weakref.ref(tensor) for tensor in trained.tensors]
         self.buffers = [weakref.ref(buffer) for buffer in trained.buffers]
+        self.replaced_gradients = trained.replaced
         self.optimizers = [weakref.ref(optimizer) for optimizer in trained.optimizers.values()]
         self.options, self.copies = setup.options, setup.copies
         self.turns = setup.turns
@@ -289,6 +290,8 @@ class StepRuntime:
 
     def _swap_inputs(self, values: list[Any]) -> None:
         """Put what is stored of parameters and gradients in the place of what stands for it."""
+        for index in self.replaced_gradients:
+            REGISTRY.gradients.clear(self.bound[index])
         for position, index in self.whole_gradients:
             REGISTRY.gradients.check_averaged(self.bound[index], values[position])
         for position, role in self.unreduced_gradients:

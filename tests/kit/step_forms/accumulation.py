@@ -27,9 +27,14 @@ def zeroing(place: str, zero_grad: Callable):
 
 
 # A gradient that outlives its call is None before the first and a tensor before the second.
-@form(graphs=2)
+@form()
 def zero_grad_first(zero):
     return simple(zero, zeroing("first", lambda model, optimizer: optimizer.zero_grad()))
+
+
+@form()
+def model_zero_grad_first(zero):
+    return simple(zero, zeroing("first", lambda model, optimizer: model.zero_grad()))
 
 
 @form(graphs=2, only_exhaustive=True)

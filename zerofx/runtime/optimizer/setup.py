@@ -20,12 +20,16 @@ from zerofx.runtime.turns import Turns
 
 @dataclass(frozen=True)
 class Trained:
-    """A program's objects: the table's parameters, buffers, and optimizers by their handle."""
+    """A program's objects: the table's parameters, buffers, and optimizers by their handle.
+
+    ``replaced`` are the parameters that get a gradient whatever they had for one.
+    """
 
     table: ParameterTable
     tensors: Sequence[nn.Parameter]
     buffers: Sequence[torch.Tensor]
     optimizers: Mapping[int, torch.optim.Optimizer]
+    replaced: Collection[int] = ()
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,15 @@ class GradientRegistry:
                 _guard_stub(bound)
             return bound.stub
 
+    def clear(self, bound: ParameterState) -> None:
+        """Let go of a gradient that the call under way replaces and does not read.
+
+        Dynamo leaves ``p.grad = None`` to the end of the function, and both would be in memory.
+        """
+        bound.gradient = None
+        if bound.parameter is not None:
+            bound.parameter.grad = None
+
     def shard(self, bound: ParameterState, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's flat range of ``gradient``: what was stored, or a part of a whole tensor.
 
