@@ -30,7 +30,8 @@ def recompute(gm: fx.GraphModule, ctx: PassContext) -> Counts:
 
     Repeated are values that ``torch.utils.checkpoint`` drops, whatever they cost; and where
     Inductor fuses them with their readers, those that ``SavedValues`` chooses.  Each call of
-    backward repeats anew.  Random draws are never repeated: the second would differ.
+    backward repeats anew.  What may draw random numbers is never repeated, nor is any operator of
+    another library without a ``dropout_p`` of 0: the second draw would differ.
     """
     builder = Builder(gm, "recompute")
     checkpointed = compat.aot.checkpointed_nodes(gm)

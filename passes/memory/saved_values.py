@@ -235,7 +235,7 @@ class _Backward:
             return "computed in backward"
         if compat.aot.is_kept_by_policy(node):
             return "a checkpoint's policy"
-        if compat.aot.draws_randomly(node.args[0] if node.target is operator.getitem else node):
+        if compat.aot.may_draw(node.args[0] if node.target is operator.getitem else node):
             return "a random draw"
         if not _is_repeatable(node):
             return "a reduction" if _is_reduction(node) else "costly to compute"
@@ -331,7 +331,7 @@ def _becomes_pointwise(node: fx.Node) -> bool:
 
 def _is_repeatable(node: fx.Node) -> bool:
     """Return whether repeating a node costs next to nothing in a kernel that reads its result."""
-    if node.op != "call_function" or compat.aot.draws_randomly(node):
+    if node.op != "call_function" or compat.aot.may_draw(node):
         return False
     if node.target is operator.getitem:
         source, index = node.args

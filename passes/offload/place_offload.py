@@ -88,7 +88,7 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     the call before has made.  With a ``memory_budget`` what fits it stays on the device.
     Source: ZeRO-Offload, Ren et al. 2021.
 
-    Raises: StepError for updates that need whole tensors.
+    Raises: StepError for updates that need whole tensors, or that nothing reads.
     """
     keep_on_host(gm, ctx)
     residency = recorded(gm.graph).decisions.residency or ctx.decided.residency
@@ -105,6 +105,13 @@ def place_offload(gm: fx.GraphModule, ctx: PassContext) -> Counts:
                 f"parameter {ctx.table[update.args[3]].name!r} is updated as a whole tensor by the "
                 "rank that owns it, as Muon's are, and options={'offload': 'optimizer'} moves "
                 "elementwise updates. Leave offload out, or train it with another optimizer."
+            )
+        if not update.users and not _is_stored(update):
+            raise StepError(
+                f"parameter {ctx.table[update.args[3]].name!r} is overwritten after its update, "
+                "which nothing reads then: options={'offload': 'optimizer'} has nothing to move "
+                "back. Overwrite it before backward(), in a compiled function of its own, or take "
+                "stage 3."
             )
     if ctx.options.delayed_update:
         check_can_be_delayed(gm.graph, updates, ctx.table)
@@ -184,6 +191,11 @@ def _find_readers(groups: Sequence[_Group], output: fx.Node) -> None:
     for group in groups:
         readers = {user for update in group.updates for user in update.users}
         group.needed = min([ready.get(reader, reader) for reader in readers] + [output])
+
+
+def _is_stored(update: fx.Node) -> bool:
+    """Return whether an update writes to memory that outlives the program."""
+    return any(source.op == "placeholder" for source in memory_of(update.args[0]))
 
 
 class _Moving:
@@ -286,7 +298,7 @@ class _Moving:
             renewed = []
             for update, piece in zip(group.updates, pieces, strict=True):
                 target = update.args[0]
-                if any(source.op == "placeholder" for source in memory_of(target)):
+                if _is_stored(update):
                     of = {"role": Role.STORE, "parameter": update.args[3], "like": update}
                     piece = self.builder.call(aten.copy_.default, target, piece, **of)
                 renewed.append(piece)

@@ -191,6 +191,24 @@ def test_the_timeline_has_the_moves():
     assert exposed == pytest.approx(nbytes.to_host + nbytes.to_device, rel=0.5)
 
 
+def test_an_update_that_nothing_reads_is_refused():
+    torch.manual_seed(0)
+    weight, other = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+    optimizer = torch.optim.SGD([weight, other], lr=0.1)
+
+    def step(x):
+        (x @ weight @ other).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            weight.copy_(other)
+
+    batch = (torch.ones(2, 4),)
+    with pytest.raises(StepError, match="overwritten after its update.*stage 3"):
+        rewritten(capture(step, *batch), stage=1, **OFFLOADED)
+    rewritten(capture(step, *batch), stage=3, **OFFLOADED)
+
+
 def test_an_update_of_whole_tensors_is_refused():
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(4, 4))

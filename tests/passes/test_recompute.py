@@ -160,6 +160,33 @@ def test_random_draws_are_kept_and_what_surrounds_them_is_repeated():
     assert_same_numerics(execute(captured), execute(program))
 
 
+@torch.library.custom_op("zerofx_tests::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
+
+
+@noise.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_an_operator_of_somebody_elses_is_kept_for_it_may_draw():
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(x):
+        def block(x):
+            hidden = first(x)
+            return second((hidden * noise(hidden.detach())).relu()).tanh()
+
+        return checkpoint(block, x, use_reentrant=False).pow(2).mean()
+
+    captured = trained(nn.ModuleList([first, second]), forward, torch.randn(3, 4))
+    program = recomputed(captured)
+    assert len(nodes_of(program, torch.ops.zerofx_tests.noise.default)) == 1
+    assert_same_numerics(execute(captured), execute(program))
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_attention_is_repeated_unless_it_draws(dropout):
     torch.manual_seed(0)

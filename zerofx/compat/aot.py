@@ -48,8 +48,8 @@ def _grad(*arguments: Any, **named: Any) -> Any:
 def checkpointed_nodes(gm: torch.fx.GraphModule) -> set[torch.fx.Node]:
     """Forward nodes that ``torch.utils.checkpoint`` wants recomputed in backward.
 
-    Random draws are left out, with what reads their state, and so is an attention whose dropout is
-    on.
+    What may draw random numbers is left out, such as an attention whose dropout is on: eager torch
+    puts the generators' states back, and a program draws anew.
     """
     policies = torch.utils.checkpoint.CheckpointPolicy
     wanted = (policies.MUST_RECOMPUTE, policies.PREFER_RECOMPUTE)
@@ -57,7 +57,7 @@ def checkpointed_nodes(gm: torch.fx.GraphModule) -> set[torch.fx.Node]:
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.meta.get("autograd_backward"):
             continue
-        if node.meta.get("recompute") in wanted and not draws_randomly(node):
+        if node.meta.get("recompute") in wanted and not may_draw(node):
             found.add(node)
     for node in gm.graph.nodes:
         if node.target is operator.getitem and node.args[0] not in found:
@@ -124,18 +124,25 @@ def _leaves_region(node: torch.fx.Node, user: torch.fx.Node) -> bool:
     )
 
 
-def draws_randomly(node: torch.fx.Node) -> bool:
-    """Return whether a node draws random numbers: attention without dropout carries the tag too."""
+def may_draw(node: torch.fx.Node) -> bool:
+    """Return whether a node may draw random numbers, which other libraries' operators do not tell.
+
+    Attention without dropout carries the tag too.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
+    if target.namespace in _TELLING and torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     names = [argument.name for argument in target._schema.arguments]
     if "dropout_p" not in names:
         return True
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return given.get("dropout_p", 0.0) != 0.0
+
+
+_TELLING = ("aten", "prims", "zerofx", "_c10d_functional")
+"""Namespaces whose operators are tagged if they draw."""
 
 
 def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callable) -> Callable:

@@ -85,7 +85,7 @@ def verify(
     verify_kept(gm.graph, table)
     _nothing_reads_freed_memory(gm.graph)
     _gathers_are_freed(gm.graph, table)
-    _nothing_reads_what_was_overwritten(gm.graph)
+    _nothing_reads_what_was_overwritten(gm.graph, table)
     _metadata_is_fresh(gm.graph, checked or CheckedMetadata())
     _sharded_inputs_are_read_as_shards(gm.graph)
     _buckets_hold_what_they_say(gm.graph, table)
@@ -189,19 +189,23 @@ def _goes_over_all_that_is_cut(wait: fx.Node, table: ParameterTable) -> None:
         raise broken(wait, f"gathers over {', '.join(reversed(axes))} what is cut over {cut}.")
 
 
-def _nothing_reads_what_was_overwritten(graph: fx.Graph) -> None:
+def _nothing_reads_what_was_overwritten(graph: fx.Graph, table: ParameterTable) -> None:
     """Whoever wants the old value reads it before; the new value is the writer's result.
 
-    A gathered buffer counts as the shard's memory, which it is in a world of one.  A result that
-    is an input's memory is returned as it is at the end.
+    A gathered buffer counts as the shard's memory, which it is in a world of one; the ranges of a
+    bucket's others in it do not.  A result that is an input's memory is returned as it is at the
+    end.
     """
     output, heirs = graph.output_node(), heirs_in(graph)
     for writer in graph.nodes:
         for target in mutated_inputs(writer):
             renewed = _renewed_by(writer, heirs)
+            shared = aliases(target, heirs)
+            others = _of_others(shared, target, table)
+            renewed |= set().union(*(aliases(part, heirs) for part in others))
             late = [
                 (reader, alias)
-                for alias in aliases(target, heirs) - renewed
+                for alias in shared - renewed
                 for reader in alias.users
                 if reader > writer
                 and not (reader is output and _is_of_input(alias))
@@ -213,6 +217,22 @@ def _nothing_reads_what_was_overwritten(graph: fx.Graph) -> None:
             if late:
                 reader, alias = min(late)
                 raise broken(reader, f"reads {alias.name} after {writer.name} has overwritten it.")
+
+
+def _of_others(shared: set[fx.Node], shard: fx.Node, table: ParameterTable) -> list[fx.Node]:
+    """Return the parts of a gathered bucket that are no part of this shard's parameter."""
+    if shard_of(shard) < 0:
+        return []
+    info = table[shard_of(shard)]
+    begin, end = info.place.offset, info.place.offset + info.numel
+    return [
+        node
+        for node in shared
+        if node.target is aten.slice.Tensor
+        and node.args[0] in shared
+        and (role(node), role(node.args[0])) == (Role.WHOLE, Role.GATHER)
+        and not (node.args[2] < end and begin < node.args[3])
+    ]
 
 
 def _is_of_input(node: fx.Node) -> bool:

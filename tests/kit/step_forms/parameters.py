@@ -7,9 +7,10 @@ import functools
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from tests.kit.models import Mlp, squared_loss
+from tests.kit.models import FEATURES, Mlp, squared_loss
 from tests.kit.step_forms.form import STEPS, Training, adamw, form, simple, step_with
 
 
@@ -154,6 +155,24 @@ def weights_written_after_the_update(zero):
         return loss
 
     return simple(zero, step)
+
+
+@form()
+def weights_overwritten_after_the_update(zero):
+    """Of one bucket: the last is read when the first has been written to."""
+
+    def step(model, optimizer, *batch):
+        loss = squared_loss(model, *batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model[0].bias.zero_()
+            model[1].weight.copy_(model[2].weight)
+        return loss
+
+    layers = [nn.Linear(FEATURES, size) for size in (FEATURES, FEATURES, FEATURES, 3)]
+    return simple(zero, step, nn.Sequential(*layers))
 
 
 @form()
