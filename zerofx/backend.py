@@ -76,6 +76,12 @@ RAN_EAGERLY = (
     "ranks, and what it has updated is this rank's own. Remove the mark, and start again."
 )
 
+SAVES_THROUGH_HOOKS = (
+    "saved_tensors_hooks are in force (save_on_cpu is one), and forward and backward are one "
+    "program here, which saves nothing through them. Call the step outside of them; to keep less "
+    "on the device, use torch.utils.checkpoint in the model, or options={'offload': 'activations'}."
+)
+
 RECOMPILES = (
     "Torch compiles a program for each value of what it takes for constant: a string, a flag, an "
     "object that the step refers to, such as an optimizer. Pass a number that changes as a tensor, "
@@ -151,6 +157,8 @@ class CompiledFunction:
                 "averaging gradients. Call it outside of that; zerofx.explain(step) counts what "
                 "a step does."
             )
+        if compat.dynamo.saves_through_hooks():
+            raise StepError(SAVES_THROUGH_HOOKS)
         self._refuse_late_group()
         called_s = time.perf_counter()
 
@@ -166,13 +174,13 @@ class CompiledFunction:
         previous = self.backend.function
         if previous is None:
             self.backend.active.recompile_limit = compat.dynamo.recompile_limit()
-        self.backend.active.function = self
         handled = sys.exc_info()[1]  # by who calls, if it does so
         self.backend.active.has_run = False
         if self.backend.dropped:
             REGISTRY.while_idle(self.backend.forget_dropped)
         REGISTRY.enter_call()
         try:
+            self.backend.active.function = self
             with compat.tracing.whole_step_tracing(
                 self.backend, substitutes.SUBSTITUTES, wrappers, begins
             ):

@@ -992,6 +992,30 @@ def test_a_call_that_torch_would_run_eagerly_is_refused_and_the_next_one_trains(
     assert all(torch.equal(trained[name], value) for name, value in eager.state_dict().items())
 
 
+def test_hooks_on_saved_tensors_around_a_call_are_refused_and_the_next_call_trains():
+    model = Mlp()
+    optimizer, step = sgd(model), zero(good_step, 3)
+    coarse = lambda value: (4 * value.detach()).round() / 4  # noqa: E731
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(coarse, lambda value: value):
+            with pytest.raises(StepError, match="saved_tensors_hooks are in force.*'activations'"):
+                step(model, optimizer, *BATCH)
+        step(model, optimizer, *BATCH)
+
+
+def test_hooks_on_all_modules_see_no_program():
+    model = Mlp()
+    optimizer, step = sgd(model), zero(good_step, 3)
+    step(model, optimizer, *BATCH)
+    seen = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
+    try:
+        step(model, optimizer, *BATCH)
+    finally:
+        hook.remove()
+    assert not [m for m in seen if "zerofx" in type(m).__module__ or "Zero" in type(m).__name__]
+
+
 def test_a_buffer_in_a_parameters_memory_is_refused():
     model = Mlp()
     model.register_buffer("view", model.body.weight.detach())

@@ -30,6 +30,11 @@ def why_not_compiled() -> str | None:
     return None
 
 
+def saves_through_hooks() -> bool:
+    """Return whether ``saved_tensors_hooks`` are in force.  For 2.11 to 2.15."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def _translator_of_function() -> Any:
     """Dynamo's translator of the function being compiled, and not of one it calls."""
     translator = InstructionTranslator.current_tx()

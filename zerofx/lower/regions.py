@@ -201,6 +201,9 @@ class CompiledRegion(nn.Module):
             self.compile_ahead()
         self.waits = False
 
+    def __call__(self, values: list[Any]) -> tuple[Any, ...]:
+        return self.forward(values)  # past hooks that the user has on all modules
+
     def forward(self, values: list[Any]) -> tuple[Any, ...]:
         if self.waits:
             return self._run_operators(values)

@@ -332,7 +332,8 @@ class StepRuntime:
         if self.changed_by_user:
             SNAPSHOTS.before_change(self.bound[i].parameter for i in self.changed_by_user)
         with torch.no_grad():
-            results = list(self.program(*values))
+            run = getattr(self.program, "forward", self.program)  # past hooks on all modules
+            results = list(run(*values))
         self._finish()
         self.host_updates.finish()
         return results

@@ -68,6 +68,16 @@ def test_a_write_that_reaches_nothing_is_told_once(stage, deferred, write, name)
         training.train()
 
 
+def test_where_warnings_are_errors_the_next_call_trains():
+    training = Trained(3, False)
+    average(training)
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="changes nothing"):
+        warnings.simplefilter("error")
+        training.train()
+    training.train()
+    training.model.state_dict()
+
+
 @pytest.mark.parametrize("stage", (1, 3))
 def test_what_is_read_or_loaded_afterwards_is_nobodys_loss(stage):
     training = Trained(stage)

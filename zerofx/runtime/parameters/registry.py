@@ -280,12 +280,13 @@ class ParameterRegistry:
     def enter_call(self) -> None:
         """Make parameters and gradients plain for the duration of a compiled call."""
         with self._lock:
+            if self._depth == 0:
+                GIVEN_COPIES.check()  # first: somebody may have made its warning an error
             self._depth += 1
             self._calling[threading.get_ident()] += 1
             if self._depth > 1:
                 return
             self.epoch += 1
-            GIVEN_COPIES.check()
             LEDGER.make_plain()
             for reference, own, _ in self._swaps():
                 parameter = reference()
