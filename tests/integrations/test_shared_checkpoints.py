@@ -59,6 +59,13 @@ def test_a_save_takes_the_place_of_the_one_before(tmp_path):
     assert names(tmp_path) == [REST, checkpoints.CHECKPOINT]
 
 
+def test_a_save_leaves_folders_of_others(tmp_path):
+    (tmp_path / "zero.bak").mkdir()
+    assert not checkpoints.is_saved_in(tmp_path)
+    save(tmp_path, 1.0)
+    assert names(tmp_path) == [REST, checkpoints.CHECKPOINT, "zero.bak"]
+
+
 class Killed(BaseException):
     """As a signal: nothing tidies up behind it but what hears of every exception."""
 

@@ -64,5 +64,18 @@ def test_an_export_takes_the_place_of_other_files(tmp_path):
     folder.mkdir()
     for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "notes.txt"):
         (folder / name).touch()
+    (folder / f"weights.{0:016x}").mkdir()  # of a training that was killed
     models.export_into(folder, nn.Linear(2, 2))
     assert sorted(path.name for path in folder.iterdir()) == ["model.safetensors", "notes.txt"]
+
+
+def test_an_export_leaves_what_others_have_written_into_the_folder(tmp_path):
+    others = {"adapter_model.safetensors", "ema.safetensors", "model.safetensors.bak"}
+    for name in others:
+        (tmp_path / name).touch()
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "mine.pt").touch()
+    models.export_into(tmp_path, nn.Linear(2, 2))
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {*others, "weights", "model.safetensors"}
+    assert (tmp_path / "weights" / "mine.pt").exists()

@@ -9,6 +9,7 @@ the shards that belong to the rest are found.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ TOKEN = "zerofx_token"
 
 _INCOMPLETE = "incomplete"
 """The token of a rest that is being written: of no shards, not those of older versions either."""
+
+_NAMES = re.compile(rf"{CHECKPOINT}(\.([0-9a-f]{{16}}|next)(\.old)?)?")
+"""The names of folders of shards: with a token, of saves that were killed; older ones' ``next``."""
 
 _TOKEN_FILE = "zero.token"
 """The file that has the token of a rest that is several files."""
@@ -123,8 +127,8 @@ def _replace_in(folder: Path, token: str, unread: set[Path]) -> None:
 
 def _places(folder: Path) -> list[Path]:
     """Return the folders that may have shards, among them what killed processes have left."""
-    paths = [folder / CHECKPOINT, *sorted(folder.glob(f"{CHECKPOINT}.*"))]
-    return [path for path in paths if path.is_dir()]
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in paths if _NAMES.fullmatch(path.name) and path.is_dir()]
 
 
 def is_saved_in(folder: str | os.PathLike[str]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -52,28 +54,38 @@ def plain(model: Any) -> Any:
     return model
 
 
+_OWN_NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
+"""Files that an export writes, and removes where an earlier one has left them."""
+
+_UNFINISHED = re.compile(r"weights\.[0-9a-f]{16}")
+"""Folders that exports write to, with a token in their names."""
+
+
 def export_into(folder: Path, model: nn.Module) -> None:
     """Write a model as safetensors into a folder that may be there.  Collective.
 
-    What it has of others is replaced.
+    Files of an earlier export are replaced; what else is in the folder stays.
     """
-    weights = folder / "weights"
     ranks = meet(model)
 
-    def begin() -> None:
+    def begin() -> str:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(weights, ignore_errors=True)  # what a training that was killed has left
+        for path in folder.iterdir():
+            if _UNFINISHED.fullmatch(path.name):  # what a training that was killed has left
+                shutil.rmtree(path, ignore_errors=True)
+        return secrets.token_hex(8)
+
+    weights = folder / f"weights.{ranks.on_first(begin)}"
 
     def replace() -> None:
-        new = {path.name for path in weights.glob("*.safetensors*")}
+        new = {path.name for path in weights.iterdir() if _OWN_NAMES.fullmatch(path.name)}
         for name in new:
             os.replace(weights / name, folder / name)
-        for old in folder.glob("*.safetensors*"):
-            if old.name not in new:
+        for old in folder.iterdir():
+            if _OWN_NAMES.fullmatch(old.name) and old.name not in new:
                 old.unlink()
         shutil.rmtree(weights, ignore_errors=True)
 
-    ranks.on_first(begin)
     zerofx.export_safetensors(weights, model)
     ranks.on_first(replace)
 
