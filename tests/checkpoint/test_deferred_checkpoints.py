@@ -20,6 +20,7 @@ from tests.kit.checkpoints import (
     load_and_train,
     save_trained,
     states,
+    step,
     train,
     zero,
 )
@@ -199,6 +200,49 @@ def train_from(state):
     pair[0].load_state_dict(state)
     losses = train(zero(3), pair, range(2))
     return losses, states(pair)
+
+
+def load_and_save_in_a_block(folder: str) -> None:
+    """A block may load, and save what it has made or loaded."""
+    expected, root = states(built(5)), Path(folder)
+    with zerofx.deferred_init(exact=True):
+        pair = built(5)
+        zerofx.save(root / "a" / "1", *pair, {"best": torch.ones(2)}).wait()
+        zerofx.export_safetensors(root / "exported", pair[0])
+    loads = {
+        "load": lambda pair: zerofx.load(root / "a" / "1", *pair),
+        "resume": lambda pair: zerofx.resume(root / "a", *pair),
+        "load_safetensors": lambda pair: zerofx.load_safetensors(root / "exported", pair[0]),
+    }
+    for name, load in loads.items():
+        with zerofx.deferred_init(exact=True):
+            pair = built(1)
+            extra = load(pair)
+        assert is_deferred(pair[0])
+        assert extra is None or torch.equal(extra["best"], torch.ones(2))
+        zerofx.materialize(pair[0])
+        assert_same(dict(pair[0].state_dict()), dict(expected[0]), name)
+
+
+def load_a_state_in_a_block(path: str) -> None:
+    with zerofx.deferred_init():
+        pair = built(1)
+        zerofx.load(path, *pair)
+    zerofx.materialize(pair[0])
+    assert_same(states(pair), states(trained_alone()))
+
+
+def trained_alone():
+    pair = built(5)
+    step(*pair, torch.arange(6))
+    return pair
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_a_block_loads_and_saves(size, ranks, tmp_path):  # noqa: F811
+    path = zerofx.save(tmp_path / "trained", *trained_alone()).wait()
+    ranks(size).run(load_and_save_in_a_block, str(tmp_path))
+    ranks(size).run(load_a_state_in_a_block, str(path))
 
 
 def test_what_does_not_fit_is_initialized(tmp_path):

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -51,6 +51,13 @@ _KINDS = (
     CheckpointError,
 )
 """The errors that keep their type on other ranks, the first that fits; others are RankErrors."""
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """Make tensors that are there, also in a block of ``deferred_init``."""
+    with compat.tensors.without_dispatch_modes(), compat.tensors.without_function_modes():
+        yield
 
 
 class Ranks:
@@ -131,7 +138,7 @@ class Ranks:
                 sent = self._send((_told(failure), result), 0)
                 failed, told, answer = self._receive(0)
                 with contextlib.suppress(RuntimeError):  # rank 0 has ended, but has answered
-                    sent.append(self._connection.send([torch.ones(1, device="cpu")], 0, 0))
+                    sent.append(self._connection.send([_thanks()], 0, 0))
             else:
                 reports: list[Any] = [(_told(failure), result)]
                 reports += [self._receive(rank) for rank in others]
@@ -140,10 +147,7 @@ class Ranks:
                 if told is None:
                     answers, failure = _outcome(lambda: decide([its for _, its in reports]))
                     told = _told(failure)
-                thanks = [
-                    self._connection.recv([torch.empty(1, device="cpu")], rank, 0)
-                    for rank in others
-                ]
+                thanks = [self._connection.recv([_thanks()], rank, 0) for rank in others]
                 for rank in others:
                     sent += self._send((failed, told, answers and answers[rank]), rank)
                 for received in thanks:
@@ -170,6 +174,7 @@ class Ranks:
             raise kind(f"on rank {failed}: {words}")
         return answer
 
+    @at_once()
     def _send(self, value: object, rank: int) -> list[dist.Work]:
         """Begin to send.  Wait when the other has answered: gloo forgets a send whose receiver ends
         after it has asked for it (2.11 to 2.15), and to wait for that takes the whole timeout.
@@ -178,6 +183,7 @@ class Ranks:
         size = torch.tensor([data.numel()], device="cpu")
         return [self._connection.send([tensor], rank, 0) for tensor in (size, data)]
 
+    @at_once()
     def _receive(self, rank: int) -> Any:
         size = torch.empty(1, dtype=torch.int64, device="cpu")
         self._connection.recv([size], rank, 0).wait()
@@ -214,6 +220,11 @@ class Ranks:
                     "read from one checkpoint. Make it the same on all: a time or a random name "
                     "can be chosen by rank 0 and broadcast."
                 )
+
+
+@at_once()
+def _thanks() -> torch.Tensor:
+    return torch.ones(1, device="cpu")
 
 
 def _connected(communicator: Communicator) -> dist.Backend:

@@ -261,6 +261,8 @@ class Contents:
         return self._part(value.detach())
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        if LEDGER.memory_of(tensor) is not None:  # made in a block that is open
+            return LEDGER.value_of(tensor)
         tensor = tensor.detach()
         return tensor if self.snapshot is None else tensor.to("cpu", copy=True)
 

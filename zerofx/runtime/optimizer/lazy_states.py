@@ -107,7 +107,8 @@ def standing_for(
     first element and the one behind the last.
     """
     shape, stride = tuple(like.shape), like.stride()
-    late: Any = without_storage(shape, stride, like.dtype, device)
+    with compat.tensors.without_dispatch_modes(), compat.tensors.without_function_modes():
+        late: Any = without_storage(shape, stride, like.dtype, device)
     late.__class__ = LazyState
     late.source, late.of = source, source.name
     order, late.start, late.stop = part or (storage_order(shape, stride), 0, like.numel())
