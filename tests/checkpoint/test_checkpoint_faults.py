@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -326,6 +327,19 @@ def test_values_that_are_equal_are_not_the_same(tmp_path):
     for value, kind in ((Level.HIGH, "Level"), (1 << 3000, "int")):  # torch reads no longer ones
         with pytest.raises(ValueError, match=f"is a {kind} that cannot be read again"):
             zerofx.save(tmp_path / "b", *pair_of(), extra={"it": value})
+
+
+def test_numbers_of_numpy_are_saved_as_those_of_python(tmp_path):
+    model, optimizer = pair_of()
+    optimizer.param_groups[0]["lr"] = numpy.float64(0.5)
+    values = {"best": numpy.mean([1.0, 2.0]), "all": {numpy.int64(3): [numpy.bool_(True), 2]}}
+    zerofx.save(tmp_path / "a", model, optimizer, extra=values)
+    model, optimizer = pair_of(1)
+    found = zerofx.load(tmp_path / "a", model, optimizer)
+    assert repr(found) == "{'best': 1.5, 'all': {3: [True, 2]}}"
+    assert repr(optimizer.param_groups[0]["lr"]) == "0.5"
+    with pytest.raises(ValueError, match=r"extra\['it'\] is a ndarray that cannot be read again"):
+        zerofx.save(tmp_path / "b", *pair_of(), extra={"it": numpy.ones(2)})
 
 
 # Paths

@@ -238,7 +238,9 @@ def trained_alone():
     return pair
 
 
-@pytest.mark.parametrize("size", (1, 2))
+@pytest.mark.parametrize(
+    "size", (1, pytest.param(2, marks=pytest.mark.slow(reason="ranks answer each other in blocks")))
+)
 def test_a_block_loads_and_saves(size, ranks, tmp_path):  # noqa: F811
     path = zerofx.save(tmp_path / "trained", *trained_alone()).wait()
     ranks(size).run(load_and_save_in_a_block, str(tmp_path))

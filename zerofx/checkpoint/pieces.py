@@ -11,6 +11,7 @@ import io
 import math
 import operator
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
@@ -151,23 +152,43 @@ def encode(value: Any, name: str) -> bytes:
     """Pickle ``value`` as ``torch.save`` does, if it can be read again without running code.
 
     torch.distributed.checkpoint would take dicts apart, write their keys as text and forget empty
-    ones; bytes it leaves whole.
+    ones; bytes it leaves whole.  Numbers of numpy's are saved as Python's.
 
     Raises: ValueError, naming it ``name``, if it cannot.
     """
     if type(value) in (bool, float, type(None)) or (type(value) is int and abs(value) < 2**63):
         return _encoded_number(value, repr(value))
-    try:
-        data = _pickled(value)
-        decode(data, name)
-    except (CheckpointError, pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{name} is a {type(value).__name__} that cannot be read again without running code "
-            f"from the file ({str(error).splitlines()[0]}), which zerofx.load never does. Give "
-            "numbers, text, tensors, and lists, tuples and dicts of them, such as an object's "
-            "state_dict()."
-        ) from error
-    return data
+    failure: Exception | None = None
+    for tried in (lambda: value, lambda: _with_plain_numbers(value)):
+        try:
+            data = _pickled(tried())
+            decode(data, name)
+            return data
+        except (
+            CheckpointError,
+            pickle.PicklingError,
+            AttributeError,
+            TypeError,
+            RecursionError,
+        ) as error:
+            failure = failure or error
+    raise ValueError(
+        f"{name} is a {type(value).__name__} that cannot be read again without running code from "
+        f"the file ({str(failure).splitlines()[0]}), which zerofx.load never does. Give numbers, "
+        "text, tensors, and lists, tuples and dicts of them, such as an object's state_dict()."
+    ) from failure
+
+
+def _with_plain_numbers(value: Any) -> Any:
+    """Return a value with Python's numbers in place of numpy's, in lists, tuples and dicts too."""
+    numpy, kind = sys.modules.get("numpy"), type(value)
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    if kind in (list, tuple):
+        return kind(map(_with_plain_numbers, value))
+    if kind is dict:
+        return {_with_plain_numbers(key): _with_plain_numbers(one) for key, one in value.items()}
+    return value
 
 
 def _pickled(value: Any) -> bytes:
