@@ -553,12 +553,14 @@ def check_first_bind_takes_rank_0s_values() -> None:
     big = nn.Parameter(torch.full((1100, 1000), float(rank)))  # more than one coalesced message
     model.register_parameter("big", big)
     model.register_buffer("holes", torch.full((8,), rank)[::2])
+    model.register_buffer("expanded", torch.full((1, 3, 1), rank).expand(2, 3, 4))
     model[1].num_batches_tracked.fill_(rank + 5)
     with torch.no_grad():
         model[0].weight.fill_(rank)
     bind(model, 3)
     saved = model.state_dict()
     assert not saved["0.weight"].any() and not saved["big"].any() and not saved["holes"].any()
+    assert not saved["expanded"].any()
     assert saved["1.num_batches_tracked"] == 5
     model[1].num_batches_tracked.fill_(rank)
     bind(model, 3)  # the second time, buffers are each rank's own

@@ -347,7 +347,7 @@ def make_equal(tensors: Iterable[torch.Tensor], communicator: Any) -> None:
     """Overwrite every tensor with rank 0's, small ones together.  Collective."""
     if communicator.world_size == 1:
         return
-    values = (tensor.detach() for tensor in tensors if tensor.numel())
+    values = (_without_repeats(tensor.detach()) for tensor in tensors if tensor.numel())
     for _, on_one_device in groupby(values, lambda tensor: tensor.device):
         for batch in in_batches(on_one_device, lambda tensor: tensor.nbytes):
             dense = list(map(_dense, batch))
@@ -360,6 +360,14 @@ def make_equal(tensors: Iterable[torch.Tensor], communicator: Any) -> None:
             for tensor, one in zip(batch, dense, strict=True):
                 if one is not tensor:
                     tensor.copy_(one)
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """View one of the elements that an expanded tensor shows several times: it is written once."""
+    for dim in reversed(range(tensor.dim())):
+        if tensor.stride(dim) == 0:
+            tensor = tensor.select(dim, 0)
+    return tensor
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
