@@ -571,6 +571,28 @@ def test_first_bind_takes_rank_0s_values(world):
     world.run(check_first_bind_takes_rank_0s_values)
 
 
+def bind_buffers_of_other_sizes() -> list[str]:
+    rank, said = Communicator.of(None).rank, []
+    others = (torch.zeros(3 + rank), torch.zeros(3, dtype=(torch.int32, torch.int64)[rank > 0]))
+    for other in (*others, torch.zeros(3, 4) if rank else torch.zeros(4, 3).t()):
+        model = nn.BatchNorm1d(3)
+        model.running_var = other
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ValueError) as caught:
+            bind(model, 3)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        said.append(str(caught.value))
+    return said
+
+
+def test_buffers_that_differ_between_ranks_are_refused_by_name(world):
+    for sizes, dtypes, strides in world.run(bind_buffers_of_other_sizes):
+        assert "buffer 'running_var' of a BatchNorm1d is torch.float32 (3,) (cpu)" in sizes
+        assert "on rank 0 and torch.float32 (4,) (cpu) on rank 1" in sizes
+        assert "is torch.int32 (3,) (cpu) on rank 0 and torch.int64" in dtypes
+        assert "(3, 4) of strides (1, 3) (cpu) on rank 0 and torch.float32 (3, 4) (cpu)" in strides
+
+
 def check_full_params_keeps_each_ranks_range() -> None:
     communicator = Communicator.of(None)
     model = nn.Linear(5, 3, bias=False)

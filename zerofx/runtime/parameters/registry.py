@@ -9,6 +9,7 @@ zero-compiled function runs, so that Dynamo always sees ordinary parameters, and
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import threading
 import weakref
@@ -22,10 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx import compat
 from zerofx.accelerator import is_accelerator
 from zerofx.deferred.ledger import LEDGER
 from zerofx.deferred.tape import Source
 from zerofx.ir.parameters import ParameterInfo, Place
+from zerofx.runtime.comm.agreement import Agreement
 from zerofx.runtime.memory.copies import GIVEN_COPIES
 from zerofx.runtime.memory.flat import make_equal, ordinary_tensors
 from zerofx.runtime.parameters.barrier import Barrier
@@ -103,8 +106,9 @@ class ParameterRegistry:
         them a rank may have compiled alone, and buffers that it has not seen stay its own.
 
         Raises: ValueError or TypeError, before anything has changed, for a parameter bound with
-        another stage, other ranks or another layout, or one that cannot be sharded; RuntimeError if
-        there are new ones and not all ranks have come.
+        another stage, other ranks or another layout, one that cannot be sharded, or buffers that
+        lie otherwise on other ranks; RuntimeError if there are new ones and not all ranks have
+        come.
         """
         with self._lock, ordinary_tensors():
             new: dict[int, tuple[nn.Parameter, ParameterInfo]] = {}
@@ -123,6 +127,7 @@ class ParameterRegistry:
                 (_, first), *others = new.values()
                 name = f"the first call with parameter {first.name!r} and {len(others)} others"
                 self.barrier.wait_to_bind(communicator, name)
+                _check_same_buffers(buffers, communicator, self.barrier.load_timeout_s)
             new_buffers = self._claims.unseen(buffers)
             if new:
                 make_equal(new_buffers, communicator)
@@ -408,6 +413,48 @@ class ParameterRegistry:
                 parameter.__class__ = bound.own_class
                 allow_accumulation(bound)
             self._drop(bound, id(parameter))
+
+
+def _check_same_buffers(
+    buffers: Sequence[torch.Tensor], communicator: Any, timeout_s: float
+) -> None:
+    """Refuse buffers that are not laid out as on other ranks, which get rank 0's bytes.
+
+    Raises: ValueError on all ranks, with the first that differs.
+    """
+    if communicator.world_size == 1:
+        return
+    store = compat.tensors.agreement_store(communicator.group)
+    agreement = Agreement(store, communicator.rank, communicator.world_size, "buffers")
+    mine = "\n".join(map(_layout_in_words, buffers)).encode()
+    first, *others = (
+        value.decode().split("\n") for value in agreement.exchange((), mine, timeout_s)
+    )
+    for rank, its in enumerate(others, 1):
+        pairs = itertools.zip_longest(first, its, fillvalue="absent")
+        for number, (here, there) in enumerate(pairs):
+            if here != there:
+                name = _name_of(buffers[number]) if number < len(buffers) else "a buffer"
+                raise ValueError(
+                    f"{name} is {here or 'absent'} on rank 0 and {there or 'absent'} on rank "
+                    f"{rank}, and before the first call every rank gets rank 0's buffers. Make it "
+                    "the same on all ranks, or give it to the step as an argument."
+                )
+
+
+def _layout_in_words(buffer: torch.Tensor) -> str:
+    strides = "" if buffer.is_contiguous() else f" of strides {tuple(buffer.stride())}"
+    return f"{buffer.dtype} {tuple(buffer.shape)}{strides} ({buffer.device.type})"
+
+
+def _name_of(buffer: torch.Tensor) -> str:
+    """Name a buffer for an error.  Looks through all that Python holds."""
+    for module in gc.get_objects():
+        if issubclass(type(module), nn.Module):  # isinstance would ask lazily loaded ones
+            for name, value in module.__dict__.get("_buffers", {}).items():
+                if value is buffer:
+                    return f"buffer {name!r} of a {type(module).__name__}"
+    return "a buffer"
 
 
 REGISTRY = ParameterRegistry()
