@@ -297,6 +297,20 @@ def test_a_state_that_an_optimizer_makes_later_is_laid_out_anew(tmp_path):
     assert filed[3][-1][0] > filed[3][1][0]
 
 
+@pytest.mark.nightly
+def test_states_that_have_outgrown_the_cache_are_refused_with_what_they_take(tmp_path):
+    pair = built(make=Lazy)
+    compiled = zero(plain, **SMALL_BUCKETS, **files(tmp_path, 2 * PAGE))
+    with pytest.raises(StepError, match=f"Give at least {4 * PAGE}"):
+        run(compiled, pair, range(6))
+    values = [v for p in pair[0].parameters() for _, v in per_element(pair[1].state[p])]
+    assert len(values) > len(list(pair[0].parameters()))
+    before = copy.deepcopy((pair[0].state_dict(), pair[1].state_dict()))
+    with pytest.raises(StepError, match=f"Give at least {4 * PAGE}"):
+        run(compiled, pair, range(6))
+    assert_same((pair[0].state_dict(), pair[1].state_dict()), before)
+
+
 # Kernels
 
 

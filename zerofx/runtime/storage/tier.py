@@ -245,6 +245,7 @@ class FileTier:
         """Write values that do not fit a bucket's layout, and give it theirs from now on."""
         bucket.lay_out_anew()
         self.store.lay_out_anew(bucket.layout)
+        self.num_grown += 1
         memory = aligned_empty(bucket.layout.nbytes)
         bucket.leave(bucket.layout.views(memory))
         self.store.start_write(bucket.name, memory).wait()
