@@ -263,6 +263,14 @@ def test_directories_that_cannot_be_used_are_named_with_the_remedy(tmp_path):
         FileStore([file])
 
 
+def test_a_directory_that_goes_during_a_training_is_named_with_the_remedy(open_store, tmp_path):
+    store = open_store()
+    gone = tmp_path / "disk0"
+    gone.rmdir()
+    with pytest.raises(FileTierError, match=f"'{gone}' does not exist.*mkdir -p {gone}"):
+        store.add([layout("more", shard=100)])
+
+
 @pytest.mark.parametrize(
     "code, words",
     [

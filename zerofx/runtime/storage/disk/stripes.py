@@ -120,6 +120,7 @@ class Stripes:
         needs: Counter[int] = Counter()
         for number, nbytes in needed.items():
             directory = self._directories[number]
+            _check_directory(directory)  # it may have gone since the first files were made
             device = os.stat(directory).st_dev
             needs[device] += nbytes
             if needs[device] > self._system.free_bytes(directory):
