@@ -4,10 +4,12 @@ Caches are the smallest that are allowed, so that everything is really read and 
 a test says otherwise.
 """
 
+import copy
 import gc
 import itertools
 import os
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
+import zerofx
 from tests.kit.covering import first, only
 from tests.kit.files import open_in
 from tests.kit.models import features
@@ -40,6 +43,7 @@ from zerofx.errors import FileTierError, StepError
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.storage.bucket import Location
 from zerofx.runtime.storage.disk.system import SystemCalls
+from zerofx.runtime.storage.tier import FileTier
 
 SMALL_BUCKETS = {"bucket_bytes": 256}
 PARAMS, WITH_STATES, ALL = "params", "optimizer,params", "optimizer,params,activations"
@@ -366,6 +370,19 @@ def test_a_batch_that_is_too_large_for_the_disk_is_refused_and_smaller_ones_go_o
 
 
 @pytest.mark.nightly
+@pytest.mark.nightly
+def test_a_bucket_is_read_once_for_all_of_its_whole_parameters(tmp_path):
+    pair, compiled = built(), zero(plain, stage=3, **files(tmp_path))
+    run(compiled, pair, range(1))
+    expected, real = copy.deepcopy(pair[0].state_dict()), FileTier.read
+    buckets = [one for one in program_of(compiled).runtime.files.buckets if one.has_any()]
+    num_shards = len({bucket.name for bucket in buckets if bucket.what == KINDS["params"]})
+    with mock.patch.object(FileTier, "read", autospec=True, side_effect=real) as read:
+        with zerofx.full_params(pair[0]):
+            assert_same(pair[0].state_dict(), expected)
+    assert 0 < read.call_count == num_shards < len(list(pair[0].parameters()))
+
+
 def test_shards_that_find_no_room_to_come_back_to_are_not_lost(tmp_path, disk):
     expected, pair = built(), built()
     steps = [zero(**SMALL_BUCKETS), zero(clipped, **SMALL_BUCKETS)]

@@ -40,9 +40,7 @@ def full_params(model: nn.Module) -> Iterator[None]:
     bounds = [bound for bound in _bound_in(model) if bound.state is State.SHARDED]
     REGISTRY.barrier.wait(bounds, "full_params()")
     with contextlib.ExitStack() as opened:
-        for bound in bounds:
-            REGISTRY.open(bound)
-            opened.callback(REGISTRY.close, bound)
+        REGISTRY.open(bounds, opened)
         yield
 
 
@@ -70,10 +68,7 @@ def unshard(model: nn.Module, *optimizers: Optimizer | None) -> None:
     in_parts = [bound for bound in bounds if bound.stage > 0 or bound.is_unreduced]
     REGISTRY.barrier.wait(in_parts, "unshard()")
     with contextlib.ExitStack() as opened:  # as before if one cannot be read
-        for bound in bounds:
-            if bound.state is State.SHARDED:
-                REGISTRY.open(bound)
-                opened.callback(REGISTRY.close, bound)
+        REGISTRY.open([bound for bound in bounds if bound.state is State.SHARDED], opened)
         for optimizer in given:
             unshard_states(optimizer, bounds)
         opened.pop_all()

@@ -208,11 +208,14 @@ class ParameterState:
         if self.location is not Location.DEVICE and self._shard is not None:
             self.host.settle(self._shard)
 
-    def gather(self) -> torch.Tensor:
-        """Return the whole value in memory of its own.  Collective."""
+    def gather(self, reader: Reader | None = None) -> torch.Tensor:
+        """Return the whole value in memory of its own.  Collective.
+
+        A ``reader`` reads the parameters of one bucket at once.
+        """
         assert self._shard is not None
         with ordinary_tensors():  # what is kept on the host travels from the device
-            shard = self.values().to(self.info.device)
+            shard = self.values(reader).to(self.info.device)
             return gather(shard, self.info.kept, self.communicator.keepers)
 
     def take_snapshot(self, value: torch.Tensor, epoch: int) -> None:
@@ -343,9 +346,10 @@ class ShardBucket(Bucket):
         Raises: FileTierError if they are in other files, and cannot be read.
         """
         self._bounds = [weakref.ref(bound) for bound in bounds]
+        reader = Reader()
         for bound in bounds:
             if bound.location is Location.FILE:
-                bound.write_shard(bound.values())
+                bound.write_shard(bound.values(reader))
             bound.home = self
 
     def key_of(self, bound: ParameterState) -> Key:

@@ -38,7 +38,7 @@ from zerofx.runtime.parameters.first_values import Member, batches, have_values,
 from zerofx.runtime.parameters.gradients import GradientRegistry, allow_accumulation
 from zerofx.runtime.parameters.guarded import Kept, check_guardable, guarded_class
 from zerofx.runtime.parameters.parameter import ParameterState, ShardBucket, State
-from zerofx.runtime.storage.bucket import Location
+from zerofx.runtime.storage.bucket import Location, Reader
 from zerofx.runtime.storage.memory import DeviceMemory, HostMemory, Memory
 from zerofx.runtime.storage.tier import FileTiers
 
@@ -340,14 +340,20 @@ class ParameterRegistry:
         if self._depth == 0:
             bound.parameter.__class__ = guarded_class(bound.own_class)
 
-    def open(self, bound: ParameterState) -> None:
-        """Give a sharded parameter its whole value and its own class.  Collective."""
-        with self._lock:
-            self.settle([bound])
-            whole, parameter = bound.gather(), bound.parameter
-            parameter.__class__ = bound.own_class
-            parameter.data = whole  # type: ignore[union-attr]
-            bound.state, self._guarded = State.OPEN, None
+    def open(self, bounds: Sequence[ParameterState], opened: contextlib.ExitStack) -> None:
+        """Give sharded parameters their whole values and own classes.  Collective.
+
+        ``opened`` is to ``close`` each.
+        """
+        self.settle(bounds)  # all, before the reader keeps what one of their buckets holds
+        reader = Reader()
+        for bound in bounds:
+            with self._lock:
+                whole, parameter = bound.gather(reader), bound.parameter
+                parameter.__class__ = bound.own_class
+                parameter.data = whole  # type: ignore[union-attr]
+                bound.state, self._guarded = State.OPEN, None
+                opened.callback(self.close, bound)
 
     def close(self, bound: ParameterState) -> None:
         """Undo ``open``, if it has not been given back: keep this rank's range of its values."""
