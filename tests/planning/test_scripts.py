@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -164,6 +165,24 @@ def test_no_checkpoint_of_it_is_written(captured, tmp_path, before, after):
     captured(code)
     assert {path: path.read_bytes() for path in tmp_path.glob("a.*")} == held
     assert not list((tmp_path / "a").iterdir())
+
+
+def test_no_checkpoint_of_it_is_written_when_the_process_ends(captured, tmp_path, monkeypatch):
+    """What the script has registered never runs; what libraries have, for their own, does."""
+    (tmp_path / "ends.py").write_text("import atexit\natexit.register(print, 'of a module')")
+    registered = []
+    monkeypatch.setattr(atexit, "register", lambda *given: registered.append(given))
+    lines = (
+        "import atexit, weakref, ends",
+        "@atexit.register",
+        "def end(): torch.save(model.state_dict(), 'a.pt')",
+        "atexit.register(torch.save, {}, 'a.pt')",
+        "exec(\"atexit.register(print, 'of a library')\", {'atexit': atexit})",
+        "end()",
+        "\n",
+    )
+    captured(textwrap.dedent(SCRIPT).replace("\ndef step", "\n".join(("", *lines, "def step"))))
+    assert registered == [(print, "of a library")]
 
 
 def test_what_a_script_saves_it_can_load(captured, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import linecache
 import os
 import runpy
@@ -46,9 +48,10 @@ def call_of(
 
     It runs as rank 0 of so many, with the environment that torchrun would set.  A process group
     that it begins has no other ranks.  Parameters, and what is computed of them, are recorded and
-    not made; no checkpoint is written.  All else that it does it does.  With a ``device`` torch
-    says that the machine has such ones, and the call is as if made on one.  If it ``is_module``,
-    ``script`` is a module's name, as ``python -m`` takes it.
+    not made; no checkpoint is written, and what it registers with ``atexit`` never runs.  All else
+    that it does it does.  With a ``device`` torch says that the machine has such ones, and the call
+    is as if made on one.  If it ``is_module``, ``script`` is a module's name, as ``python -m``
+    takes it.
 
     Raises: CommandError if it never gets there, or reads values of parameters, or trains, before.
     """
@@ -96,6 +99,7 @@ def call_of(
                 patches.enter_context(standing_in(device))
             patches.enter_context(headers_alone(is_elsewhere=device is not None))
             patches.enter_context(nothing_written())
+            patches.enter_context(in_all_modules(atexit.register, _dropping_own(folder)))
             patches.enter_context(never_made(refuse))
             if device is not None:
                 add_mode(answering_for(device, ranks_of_node))
@@ -184,10 +188,32 @@ def _left_as_it_was(folder: Path) -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_default_device(None if device.type == "cpu" else device)
         for name in set(sys.modules) - before:
-            place = Path(getattr(sys.modules[name], "__file__", None) or "")
-            is_own = place.is_relative_to(folder) and "site-packages" not in place.parts
+            is_own = _is_own(getattr(sys.modules[name], "__file__", None), folder)
             if is_own and name.partition(".")[0] not in before:
                 del sys.modules[name]
+
+
+def _is_own(file: str | None, folder: Path) -> bool:
+    """Return whether a module's file is one of the script's, which are in its folder."""
+    place = Path(file or "")
+    return place.is_relative_to(folder) and "site-packages" not in place.parts
+
+
+def _dropping_own(folder: Path) -> Callable[..., Any]:
+    """Return ``atexit.register`` that drops what the script registers: it would run unplanned.
+
+    What libraries register, to end threads and processes of theirs, stays.
+    """
+    register = atexit.register
+
+    @functools.wraps(register)
+    def register_of_libraries(func, /, *args, **options):
+        of = sys._getframe(1).f_globals
+        if of.get("__name__") == "__main__" or _is_own(of.get("__file__"), folder):
+            return func
+        return register(func, *args, **options)
+
+    return register_of_libraries
 
 
 @contextlib.contextmanager
