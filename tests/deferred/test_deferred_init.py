@@ -484,6 +484,15 @@ def test_what_cannot_be_recorded_is_refused_with_words(use, words):
 THERE = torch.ones(2, 2)
 
 
+def test_a_new_tensor_takes_a_storage_that_is_there():
+    with zerofx.deferred_init():
+        legacy = torch.ByteTensor(torch.ByteStorage._from_buffer(bytearray(b"abc")))
+        new = torch.empty(0, dtype=torch.float32).set_(THERE.untyped_storage(), 1, (2,))
+        more = new + 1
+    assert legacy.tolist() == [97, 98, 99] and more.tolist() == [2, 2]
+    assert new.data_ptr() == THERE[0, 1:].data_ptr()
+
+
 def test_wrong_operations_fail_where_they_are_written():
     with zerofx.deferred_init():
         tensor = torch.ones(2, 3)

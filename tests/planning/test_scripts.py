@@ -356,6 +356,24 @@ def test_a_mesh_begins_the_process_group_itself(captured):
     assert not torch.distributed.is_initialized()
 
 
+def test_objects_of_all_ranks_are_what_this_one_gives(captured):
+    lines = """
+        from torch.distributed import all_gather_object
+        several, out, gathered = [1, {"a": 2}], [None], [None] * 8
+        dist.broadcast_object_list(several, src=3)
+        dist.scatter_object_list(out, [*range(8)], src=0)
+        dist.gather_object("mine", gathered, dst=0)
+        assert (several, out, gathered) == ([1, {"a": 2}], [0], ["mine"] * 8)
+        all_gather_object(gathered, {"rank": dist.get_rank()})
+        dist.gather_object("mine", dst=1)
+        dist.scatter_object_list(out, None, src=1)
+        assert gathered == [{"rank": 0}] * 8 and gathered[0] is not gathered[1] and out == [0]
+
+        """
+    code = textwrap.dedent(SCRIPT)
+    captured(code.replace("\ndef step", textwrap.dedent(lines) + "def step"))
+
+
 @pytest.mark.parametrize(
     "call",
     ["mp.spawn(main, nprocs=2)", "mp.start_processes(main, nprocs=2)", "spawn(main, nprocs=2)"],

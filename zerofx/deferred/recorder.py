@@ -63,6 +63,8 @@ class Recorder(compat.scalars.DispatchMode):
                 return self._make(call)
             self._keep_constants(call.written)
             return call.run()
+        if call.is_of_storage:
+            return call.run()
         if call.name in _REFUSED and call.op is not aten.set_.source_Tensor:
             raise StepError(
                 f"{call.name} gives a tensor other memory, which deferred_init cannot record. Make "
@@ -256,6 +258,17 @@ class _Call:
             return True
         infos = [result.alias_info for result in self.op._schema.returns]
         return any(info is not None and not info.is_write for info in infos)
+
+    @property
+    def is_of_storage(self) -> bool:
+        """Return whether it gives a new tensor, of which nothing is recorded, other memory.
+
+        As ``torch.ByteTensor(storage)`` does, and ``broadcast_object_list`` with it.
+        """
+        if self.op not in (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset):
+            return False
+        memory = LEDGER.memory_of(self.deferred[0])
+        return memory is not None and memory.last is None
 
     @property
     def is_of_file(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import functools
 import linecache
 import os
@@ -176,6 +177,36 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
 """The functions that a script is given in place of those of ``zerofx``: nothing read or written."""
 
 
+def _all_gather(object_list: list[Any], obj: Any, *_args: Any, **_options: Any) -> None:
+    object_list[:] = [copy.deepcopy(obj) for _ in object_list]
+
+
+def _gather(
+    obj: Any, object_gather_list: list[Any] | None = None, *_args: Any, **_options: Any
+) -> None:
+    if object_gather_list is not None:
+        _all_gather(object_gather_list, obj)
+
+
+def _scatter(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    *_args: Any,
+    **_options: Any,
+) -> None:
+    if scatter_object_input_list:
+        scatter_object_output_list[0] = scatter_object_input_list[0]
+
+
+_OF_OBJECTS: dict[Callable[..., Any], Callable[..., Any]] = {
+    dist.broadcast_object_list: _nothing,
+    dist.all_gather_object: _all_gather,
+    dist.gather_object: _gather,
+    dist.scatter_object_list: _scatter,
+}
+"""Collectives of objects, and what rank 0 has of them if all ranks give what it gives."""
+
+
 @contextlib.contextmanager
 def _left_as_it_was(folder: Path) -> Iterator[None]:
     """Forget a script's own modules, for another run to import; restore folder and defaults."""
@@ -240,6 +271,8 @@ def _as_rank_0(ranks: int, ranks_of_node: int, on_step: Stop) -> Iterator[None]:
             patch = patches.enter_context
             patch(mock.patch.dict(environment(), variables))
             patch(in_all_modules(original, init_process_group))
+            for collective, alone in _OF_OBJECTS.items():
+                patch(in_all_modules(collective, alone))
             for name, instead in _INSTEAD.items():
                 patch(mock.patch.object(package, name, instead))
             yield
