@@ -340,7 +340,7 @@ class CompiledFunction:
                 if name.removeprefix("outer_") not in by_user
             }
             given = replace(given, **taken)
-        limit = given.memory_limit or self._free_bytes(step)
+        limit = self._free_bytes(step) if given.memory_limit is None else given.memory_limit
         search = Search(
             step,
             given,

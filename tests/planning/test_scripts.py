@@ -289,6 +289,10 @@ def test_what_is_missing_is_said(planned, capsys):
         ("x = 1", ["--ranks", "2"], "called no zero-compiled function"),
         ("x = 1", ["--ranks", "0"], "a number from 1 on"),
         ("x = 1", ["--ranks", "8", "--mesh", "3x2"], "whose sizes multiply to the ranks"),
+        *(
+            ("x = 1", ["--ranks", "2", f"--memory-limit={limit}"], "give a number above 0")
+            for limit in ("0", "-1", "nan", "inf", "1e-12")
+        ),
     ],
 )
 def test_a_script_that_gets_nowhere(planned, code, words, message):

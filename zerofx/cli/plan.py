@@ -130,6 +130,12 @@ def _check(chosen: argparse.Namespace) -> None:
             "--tokens is the length of the sequence that --model trains on, and a script has "
             "batches of its own: leave it out, or give it to the script, behind its name"
         )
+    limit = chosen.memory_limit
+    if limit is not None and not (math.isfinite(limit) and int(limit * 2**30) > 0):
+        raise CommandError(
+            f"--memory-limit is how many GiB a rank's device has, and {limit:g} is no such amount: "
+            "give a number above 0, such as 70 or 0.5, or leave it out"
+        )
 
 
 def _axes(chosen: argparse.Namespace, ranks: int) -> tuple[tuple[str, int], ...]:

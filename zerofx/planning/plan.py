@@ -151,7 +151,8 @@ def plan_of(
 
     By these ``figures``, or those that options have, or those of the ``device``.
     """
-    memory_limit = memory_limit or choose(given, call.environ).memory_limit
+    if memory_limit is None:
+        memory_limit = choose(given, call.environ).memory_limit
     if memory_limit is None and device is not None:
         memory_limit = device.memory_bytes
     source = figures, device
