@@ -39,7 +39,7 @@ from zerofx.compiler.program import Program
 from zerofx.compiler.progress import FirstCall
 from zerofx.compiler.rewrite import Rewritten
 from zerofx.deferred.block import leave_block
-from zerofx.errors import GraphError, StepError
+from zerofx.errors import BudgetError, GraphError, StepError
 from zerofx.garbage import without_collections
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.graph import updates
@@ -325,36 +325,52 @@ class CompiledFunction:
         """Choose the options that are not given, with all ranks; return the step for them.
 
         What another function over the same parameters has chosen, or was given, is taken over:
-        they have their layout.
+        they have their layout.  A step without updates chooses for training that may follow too:
+        it cuts as much as fits, and leaves open what leaves the device.
         """
         given = self.options
         assert given is not None
         by_user = fixed = named(self.user_options)
         bound = {id(tensor) for tensor in step.tensors if REGISTRY.lookup(tensor) is not None}
-        before = self.backend.function_of(bound)
+        before, trains = self.backend.function_of(bound)
         if before is not None and before.options is not None:
-            fixed |= {"stage", "bucket_bytes", "offload"}
+            names = {"stage", "bucket_bytes", *(["offload"] if trains else [])}
+            fixed |= names
             taken = {
                 name: getattr(before.options, name)
-                for name in ("stage", "outer_stage", "bucket_bytes", "offload")
+                for name in (*names, "outer_stage")
                 if name.removeprefix("outer_") not in by_user
             }
             given = replace(given, **taken)
         limit = self._free_bytes(step) if given.memory_limit is None else given.memory_limit
-        search = Search(
+        ranks = self._ranks(self.figures)
+        search = partial(
+            Search,
             step,
-            given,
-            fixed,
-            self._ranks(self.figures),
-            limit,
+            ranks=ranks,
+            limit=limit,
             why_whole=self.why_not_sharded,
             known=REGISTRY.places(step.tensors),
         )
         exchange = partial(self.agreement.exchange, timeout_s=AGREEMENT_TIMEOUT_S)
-        self.choice = agreed(search, exchange)
+        if not step.updates and "stage" not in fixed and not self.why_not_sharded:
+            has_axes = len(ranks.axes) > 1 and ranks.axes[0][1] > 1
+            cut = replace(given, stage=3, outer_stage=3 if has_axes else None)
+            with contextlib.suppress(StepError):  # on all ranks: it does not fit, or cannot be
+                self.choice = agreed(search(given=cut, named=fixed | {"stage"}), exchange)
+        try:
+            self.choice = self.choice or agreed(search(given=given, named=fixed), exchange)
+        except BudgetError as error:
+            if before is not None and "stage" not in by_user:
+                error.add_note(
+                    f"Its stage is that of {before.name}, which was called with the same "
+                    "parameters before: another may take less. Call the training step first, or "
+                    "give the option stage to both."
+                )
+            raise
         logger.info("%s: plan auto has chosen %s", self.name, self.choice.reasons[0])
         self.options = self.choice.options
-        self.figures = search.ranks.figures_for(self.options)
+        self.figures = ranks.figures_for(self.options)
         with compat.tensors.real_tensors():  # in which a mesh has its ranks
             self.communicator = Communicator.of(self._group, self.options.stage_outside)
         return step.on(self.communicator.mesh)
@@ -597,15 +613,19 @@ class ZeroBackend:
             for program in function.programs
         )
 
-    def function_of(self, parameters: set[int]) -> CompiledFunction | None:
-        """Return the last function that has a program of some of these parameters, by id."""
+    def function_of(self, parameters: set[int]) -> tuple[CompiledFunction | None, bool]:
+        """Return the last function that has a program of some of these parameters, by id.
+
+        One that updates comes before others; the second value says whether it does.
+        """
         known = [
-            function
+            (bool(program.optimizers), function.number, function)
             for function in self.functions
             for program in function.programs
             if program.is_in_use and program.parameters & parameters
         ]
-        return max(known, key=lambda function: function.number, default=None)
+        trains, _, function = max(known, key=lambda each: each[:2], default=(False, 0, None))
+        return function, trains
 
     def forget_dropped(self) -> None:
         """Have torch forget functions if it has dropped all their programs.

@@ -162,20 +162,55 @@ def test_options_that_are_given_stay():
     assert (chosen.stage, chosen.bucket_bytes, chosen.offload) == (1, 400, ())
 
 
+def evaluate(model, x):
+    return model(x).sum()
+
+
+def predict(model, x):
+    return model(x)
+
+
 @pytest.mark.slow(reason="a step is planned and compiled")
 def test_a_later_function_takes_over_the_plan():
     pair = built()
     training = auto(plain, 10**9, stage=2)
     run(training, pair, [0])
-
-    def evaluate(model, x):
-        return model(x).sum()
-
     evaluating = auto(evaluate, 10**9)
     with torch.no_grad():
         evaluating(pair[0], features(0, 8)[0])
     assert function_of(evaluating).options.stage == 2
     run(training, pair, [1])
+
+
+def evaluated_before(limit, **options):
+    """What an evaluation chooses, and training after it, and another evaluation after that."""
+    pair = built()
+    x = features(0, 8)[0]
+    steps = [auto(evaluate, limit, **options), auto(plain, limit), auto(predict, limit)]
+    for step in steps:
+        if step is steps[1]:
+            run(step, pair, [0])
+        else:
+            with torch.no_grad():
+                step(pair[0], x)
+    return [function_of(step).options for step in steps]
+
+
+@pytest.mark.slow(reason="steps are planned and compiled")
+def test_an_evaluation_leaves_to_training_what_that_needs(ranks):
+    """It would be fastest whole, and with all on the device."""
+    for chosen in ranks(2).run(evaluated_before, 8_000_000):
+        assert [one.stage for one in chosen] == [3, 3, 3]
+        assert not chosen[0].offload and chosen[1].offload
+        assert chosen[2].offload == chosen[1].offload
+
+
+@pytest.mark.slow(reason="steps are planned and compiled")
+def test_training_that_fits_no_stage_taken_over_is_told_whose_that_is():
+    with pytest.raises(BudgetError) as raised:
+        evaluated_before(1_000_000, stage=0, memory_limit=10**9)
+    words = "\n".join((str(raised.value), *raised.value.__notes__))
+    assert re.search(r"Its stage is that of evaluate\d+, .* give the option stage", words), words
 
 
 @pytest.mark.slow(reason="a step is planned and compiled")
