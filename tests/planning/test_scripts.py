@@ -9,6 +9,7 @@ import re
 import resource
 import sys
 import textwrap
+from unittest import mock
 
 import pytest
 import torch
@@ -274,6 +275,18 @@ def test_several_numbers_of_ranks(planned):
     status, out, err = planned(code, "--sweep", "ranks=2,4", "--mesh", "1x2", arguments=["64"])
     assert status == 0, err
     assert "on 2, 4 rank(s)" in out and "4        gpu:3,node:3" in out
+
+
+def test_a_script_that_runs_once_in_a_process_needs_a_plan_for_each_number(planned, monkeypatch):
+    runs = mock.Mock(side_effect=[{}, RuntimeError("context has already been set")])
+    monkeypatch.setattr("zerofx.cli.plan._plan", runs)
+    with pytest.raises(RuntimeError, match="already been set") as raised:
+        planned("", "--sweep", "ranks=2,4")
+    assert "plan each number of ranks on its own" in "".join(raised.value.__notes__)
+    runs.side_effect = error = RuntimeError("of the first run")
+    with pytest.raises(RuntimeError, match="first"):
+        planned("", "--sweep", "ranks=2,4")
+    assert not hasattr(error, "__notes__")
 
 
 def test_what_is_missing_is_said(planned, capsys):

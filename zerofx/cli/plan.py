@@ -102,7 +102,14 @@ def run(chosen: argparse.Namespace) -> int:
     meshes = [_axes(chosen, ranks) for ranks in chosen.sweep or [chosen.ranks]]
     of_model = None if chosen.model is None else call_of_model(chosen.model, chosen.tokens)
     call = of_model.call if of_model else None
-    plans = [_plan(chosen, axes, call) for axes in meshes]
+    plans: list[Mapping[str, Any]] = []
+    for axes in meshes:
+        try:
+            plans.append(_plan(chosen, axes, call))
+        except Exception as error:
+            if plans and call is None:
+                error.add_note(_AGAIN)
+            raise
     if chosen.json:
         chosen.json.write_text(json.dumps(plans if chosen.sweep else plans[0], indent=1))
     if of_model:
@@ -111,6 +118,14 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.picture:
         picture.draw(plans, chosen.picture)
     return 0
+
+
+_AGAIN = (
+    "--sweep has run the script before in this process. What can be done once in a process "
+    "(torch.multiprocessing.set_start_method, torch.set_num_interop_threads, torch.library.Library"
+    '(..., "DEF"), AutoConfig.register) fails then: plan each number of ranks on its own, with '
+    "--ranks N."
+)
 
 
 def _check(chosen: argparse.Namespace) -> None:
