@@ -19,6 +19,7 @@ import zerofx.__main__ as command_line
 from tests.kit.covering import first
 from zerofx.backend import zero
 from zerofx.cost.traffic import size_text
+from zerofx.planning import script
 from zerofx.planning.plan import axes_of, plan_of
 from zerofx.planning.script import call_of
 
@@ -387,8 +388,11 @@ def test_objects_of_all_ranks_are_what_this_one_gives(captured):
         assert gathered == [{"rank": 0}] * 8 and gathered[0] is not gathered[1] and out == [0]
 
         """
-    code = textwrap.dedent(SCRIPT)
-    captured(code.replace("\ndef step", textwrap.dedent(lines) + "def step"))
+    code = textwrap.dedent(SCRIPT).replace("\ndef step", textwrap.dedent(lines) + "def step")
+    modules = torch.distributed, script
+    before = [dict(vars(module)) for module in modules]
+    captured(code)
+    assert [dict(vars(module)) for module in modules] == before
 
 
 @pytest.mark.parametrize(

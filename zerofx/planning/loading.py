@@ -43,7 +43,7 @@ def headers_alone(is_elsewhere: bool) -> Iterator[None]:
         if importlib.util.find_spec("safetensors") is not None:
             import safetensors.torch
 
-            patch(in_all_modules(safetensors.safe_open, _opening(is_elsewhere)))
+            patch(in_all_modules({safetensors.safe_open: _opening(is_elsewhere)}))
             name = "_remove_duplicate_names"  # of load_model
             patch(mock.patch.object(safetensors.torch, name, names_twice, create=True))
         patches.callback(MAPPED.forget)
@@ -112,20 +112,23 @@ def _opening(is_elsewhere: bool) -> Callable:
 
 
 @contextlib.contextmanager
-def in_all_modules(value: Any, instead: Any) -> Iterator[None]:
-    """Exchange what modules have imported, or import meanwhile, under any name."""
+def in_all_modules(instead: Mapping[Any, Any]) -> Iterator[None]:
+    """Exchange what modules have imported, or import meanwhile, under any name.
 
-    def exchange(old: Any, new: Any) -> None:
+    What is there ``instead`` has no name in a module: it would be exchanged back there too.
+    """
+
+    def exchange(new: Mapping[int, Any]) -> None:
         for module in list(sys.modules.values()):
             names = getattr(module, "__dict__", {})
-            for name in [name for name, one in names.items() if one is old]:
-                names[name] = new
+            for name in [name for name, one in names.items() if id(one) in new]:
+                names[name] = new[id(names[name])]
 
-    exchange(value, instead)
+    exchange({id(old): new for old, new in instead.items()})
     try:
         yield
     finally:
-        exchange(instead, value)
+        exchange({id(new): old for old, new in instead.items()})
 
 
 def names_twice(

@@ -58,19 +58,21 @@ def nothing_written() -> Iterator[None]:
 
         return move_kept
 
+    instead = {
+        save: keep,
+        dcp.save: _dropping(dcp.save, lambda: None),
+        dcp.async_save: _dropping(dcp.async_save, _done),
+    }
+    if importlib.util.find_spec("safetensors") is not None:
+        from safetensors.torch import save_file, save_model
+
+        instead |= {write: _dropping(write, lambda: None) for write in (save_file, save_model)}
     with contextlib.ExitStack() as patches:
         patch = patches.enter_context
-        patch(in_all_modules(save, keep))
+        patch(in_all_modules(instead))
         patch(mock.patch.object(torch, "load", load_kept))
         for move in (os.replace, os.rename):
             patch(mock.patch.object(os, move.__name__, moving(move)))
-        patch(in_all_modules(dcp.save, _dropping(dcp.save, lambda: None)))
-        patch(in_all_modules(dcp.async_save, _dropping(dcp.async_save, _done)))
-        if importlib.util.find_spec("safetensors") is not None:
-            from safetensors.torch import save_file, save_model
-
-            for write in (save_file, save_model):
-                patch(in_all_modules(write, _dropping(write, lambda: None)))
         yield
 
 

@@ -89,8 +89,11 @@ def call_of(
     try:
         with contextlib.ExitStack() as patches:
             patches.enter_context(_left_as_it_was(folder))
-            started = torch.multiprocessing.start_processes
-            patches.enter_context(in_all_modules(started, start_processes))
+            instead = {
+                torch.multiprocessing.start_processes: start_processes,
+                atexit.register: _dropping_own(folder),
+            }
+            patches.enter_context(in_all_modules(instead))
             patches.enter_context(_as_rank_0(ranks, ranks_of_node, note))
             patches.enter_context(mock.patch.object(sys, "argv", [str(script), *arguments]))
             patches.enter_context(mock.patch.object(sys, "path", [str(folder), *sys.path]))
@@ -100,7 +103,6 @@ def call_of(
                 patches.enter_context(standing_in(device))
             patches.enter_context(headers_alone(is_elsewhere=device is not None))
             patches.enter_context(nothing_written())
-            patches.enter_context(in_all_modules(atexit.register, _dropping_own(folder)))
             patches.enter_context(never_made(refuse))
             if device is not None:
                 add_mode(answering_for(device, ranks_of_node))
@@ -177,34 +179,33 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
 """The functions that a script is given in place of those of ``zerofx``: nothing read or written."""
 
 
-def _all_gather(object_list: list[Any], obj: Any, *_args: Any, **_options: Any) -> None:
-    object_list[:] = [copy.deepcopy(obj) for _ in object_list]
+def _of_objects() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return collectives of objects, and those for a script: all ranks give what this one gives."""
 
+    def all_gather(object_list: list[Any], obj: Any, *_args: Any, **_options: Any) -> None:
+        object_list[:] = [copy.deepcopy(obj) for _ in object_list]
 
-def _gather(
-    obj: Any, object_gather_list: list[Any] | None = None, *_args: Any, **_options: Any
-) -> None:
-    if object_gather_list is not None:
-        _all_gather(object_gather_list, obj)
+    def gather(
+        obj: Any, object_gather_list: list[Any] | None = None, *_args: Any, **_options: Any
+    ) -> None:
+        if object_gather_list is not None:
+            all_gather(object_gather_list, obj)
 
+    def scatter(
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        *_args: Any,
+        **_options: Any,
+    ) -> None:
+        if scatter_object_input_list:
+            scatter_object_output_list[0] = scatter_object_input_list[0]
 
-def _scatter(
-    scatter_object_output_list: list[Any],
-    scatter_object_input_list: list[Any] | None = None,
-    *_args: Any,
-    **_options: Any,
-) -> None:
-    if scatter_object_input_list:
-        scatter_object_output_list[0] = scatter_object_input_list[0]
-
-
-_OF_OBJECTS: dict[Callable[..., Any], Callable[..., Any]] = {
-    dist.broadcast_object_list: _nothing,
-    dist.all_gather_object: _all_gather,
-    dist.gather_object: _gather,
-    dist.scatter_object_list: _scatter,
-}
-"""Collectives of objects, and what rank 0 has of them if all ranks give what it gives."""
+    return {
+        dist.broadcast_object_list: lambda object_list, *_args, **_options: None,
+        dist.all_gather_object: all_gather,
+        dist.gather_object: gather,
+        dist.scatter_object_list: scatter,
+    }
 
 
 @contextlib.contextmanager
@@ -270,9 +271,7 @@ def _as_rank_0(ranks: int, ranks_of_node: int, on_step: Stop) -> Iterator[None]:
         with contextlib.ExitStack() as patches:
             patch = patches.enter_context
             patch(mock.patch.dict(environment(), variables))
-            patch(in_all_modules(original, init_process_group))
-            for collective, alone in _OF_OBJECTS.items():
-                patch(in_all_modules(collective, alone))
+            patch(in_all_modules({original: init_process_group, **_of_objects()}))
             for name, instead in _INSTEAD.items():
                 patch(mock.patch.object(package, name, instead))
             yield
