@@ -236,7 +236,7 @@ def _dropping_own(folder: Path) -> Callable[..., Any]:
 
     What libraries register, to end threads and processes of theirs, stays.
     """
-    register = atexit.register
+    register: Callable[..., Any] = atexit.register
 
     @functools.wraps(register)
     def register_of_libraries(func, /, *args, **options):
