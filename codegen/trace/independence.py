@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerofx import compat
+from zerofx.accelerator import current, is_accelerator, module_of
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.trace.arguments import group_values, is_torchs
 from zerofx.codegen.trace.nested import leaves
@@ -258,8 +260,7 @@ class _Trial:
             parameter = torch.nn.Parameter(self.draw((group, number), generator))
             parameter.__class__ = self.kind
             parameters[group, number] = parameter
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-            torch.manual_seed(seed)
+        with _seeded(seed, parameters.values()), torch.inference_mode(False):
             shadow = shadow_of(self.optimizer, parameters)
             for parameter in parameters.values() if self.state else ():
                 shadow.state[parameter] = {
@@ -286,6 +287,22 @@ class _Trial:
             member: _Trained(p.detach(), shadow.state.get(p, {}), group_of[p], p.grad is not None)
             for member, p in parameters.items()
         }
+
+
+@contextmanager
+def _seeded(seed: int, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Seed the generators of the CPU and of where tensors are, and put them back at the end.
+
+    ``torch.manual_seed`` would seed those of all accelerators, and leave them so.
+    """
+    devices = list({one.device for one in tensors if is_accelerator(one.device)})
+    kind = devices[0].type if devices else None
+    with torch.random.fork_rng(devices, device_type=kind):
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            with current(device):
+                module_of(device).manual_seed(seed)
+        yield
 
 
 def _square(_place: Place, generator: torch.Generator) -> torch.Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 from zerofx.codegen.rewrite.elementwise import UpdateError
+from zerofx.codegen.trace import independence
 from zerofx.codegen.trace.independence import check_idle, check_independent
 
 
@@ -250,3 +253,40 @@ def test_nothing_is_left_behind():
     assert torch.equal(torch.get_rng_state(), before)
     assert not optimizer.state and [dict(group) for group in optimizer.param_groups] == groups
     assert all(p.grad is None for group in groups for p in group["params"])
+
+
+class LargerOnly(Exception):
+    """Is raised by an update that takes no small tensors."""
+
+
+def in_vectors(self):
+    """Takes vectors alone, as a step that looks at shapes may."""
+    for group in self.param_groups:
+        for p in group["params"]:
+            if p.shape == (4, 4):
+                raise LargerOnly
+            p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("update", [sign, in_vectors])
+def test_trials_seed_no_generator_of_an_accelerator(update):
+    """Ranks would draw the same dropout masks, and the same ones after each trial."""
+    optimizer = optimizer_of(update)
+    with mock.patch("torch.cuda.manual_seed_all") as seeded:
+        check_independent(optimizer)
+        check_independent(optimizer, {"step": 1})
+        check_idle(optimizer)
+    seeded.assert_not_called()
+
+
+def test_a_trial_on_an_accelerator_puts_back_its_generator():
+    given = mock.MagicMock()
+    given.get_rng_state.side_effect = lambda device: f"state of {device}"
+    device = torch.device("cuda", 1)
+    tensors = [mock.Mock(device=device), mock.Mock(device=torch.device("cpu"))]
+    with mock.patch("torch.get_device_module", return_value=given):
+        with independence._seeded(7, tensors):
+            given.manual_seed.assert_called_once_with(7)
+            given.device.assert_called_once_with(device)
+            given.set_rng_state.assert_not_called()
+        given.set_rng_state.assert_called_once_with("state of cuda:1", device)
