@@ -12,6 +12,7 @@ from tests.kit.models import features
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.codegen.rewrite.storage import MASTER
 from zerofx.runtime.access import full_params, unshard
+from zerofx.runtime.optimizer import precision
 
 CHOICES = {
     "masters": {"master_weights": True},
@@ -124,6 +125,49 @@ def test_a_checkpoint_continues_bitwise(name):
     for part, state in zip(other, saved, strict=True):
         part.load_state_dict(state)
     assert train(again, other, range(4, 8)) == expected
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = nn.Linear(6, 3), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.scale * self.body(x)
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps how often it has stepped by another name than torch's own do, and reads it."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.125})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("count", torch.zeros(())).add_(1)
+            p.sub_(p.grad.sign(), alpha=self.param_groups[0]["lr"] / state["count"].item())
+
+
+@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Counting])
+def test_a_parameter_without_dimensions_is_rounded_and_its_steps_are_counted(kind, monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(precision.torch, "empty", lambda *a, **given: empty(*a, **given).fill_(99))
+    torch.manual_seed(0)
+    model = Scaled().bfloat16()
+    expected = copy.deepcopy(model).float()
+    one, other = kind(model.parameters()), kind(expected.parameters())
+    losses = train(zero(0, stochastic_rounding=True), (model, one), range(4))
+    assert losses == pytest.approx(train(step, (expected, other), range(4)), rel=0.05)
+    assert model.scale.item() == pytest.approx(expected.scale.item(), abs=0.02)
+    state = one.state[model.scale]
+    assert state["step" if kind is torch.optim.AdamW else "count"] == 4
+    kept = {name: state[name].dtype for name in state.keys() & {"step", "exp_avg", "exp_avg_sq"}}
+    assert kept.pop("step", torch.float32) is torch.float32
+    assert all(dtype is torch.bfloat16 for dtype in kept.values())
+    train(step, (model, one), range(4, 5))
 
 
 @pytest.mark.slow(reason="steps are compiled and run")

@@ -78,7 +78,7 @@ class StateStorage:
                     "stochastic_rounding and master_weights."
                 )
         for name, value in list(state.items()):
-            if name in native or is_scale(name, native) or not _is_moment(value, data):
+            if name in native or is_scale(name, native) or not _is_moment(name, value, data):
                 continue
             if name == MASTER:
                 if value.dtype is not torch.float32:
@@ -202,7 +202,11 @@ class StateStorage:
         for name, value in list(new.items()):
             if name in native or name == MASTER or is_scale(name, native):
                 continue
-            if storage is compute or not _is_moment(value, data) or value.dtype is not compute:
+            if (
+                storage is compute
+                or not _is_moment(name, value, data)
+                or value.dtype is not compute
+            ):
                 continue
             bits = random_bits(value, draw.offset, draw.key, zlib.crc32(name.encode()))
             new[name], scale = narrow(value, storage, bits)
@@ -216,10 +220,17 @@ class StateStorage:
             new[UPDATES] = draw.step + 1
 
 
-def _is_moment(value: Any, data: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == data.shape and value.is_floating_point()
+def _is_moment(name: str, value: Any, data: Tensor) -> bool:
+    """Return whether a state has a parameter's shape, and is no count of its steps."""
+    has_its_shape = isinstance(value, Tensor) and value.shape == data.shape
+    return name != "step" and has_its_shape and value.is_floating_point()
 
 
 def _stand_in(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of the same shape and another dtype that has no memory to speak of."""
+    """A tensor of the same shape and another dtype that has no memory to speak of.
+
+    An update may read what is 0-dim as a number: that is the value itself.
+    """
+    if not stored.dim():
+        return stored.to(dtype)
     return torch.empty((), dtype=dtype, device=stored.device).expand(stored.shape)
