@@ -365,6 +365,31 @@ def test_refuses_a_write_to_a_parameter_from_the_ranks_own_values():
         averaged(capture(step, torch.randn(4, 2)))
 
 
+def averaging_step(of):
+    """Divides gradients by a 0-dim tensor, which the step itself moves towards ``of(loss)``."""
+    model, scale = nn.Linear(4, 1), torch.tensor(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.grad.div_(scale)
+        optimizer.step()
+        optimizer.zero_grad()
+        scale.lerp_(of(loss.detach()), 0.1)
+
+    return capture(step, torch.randn(3, 4), world_size=2)
+
+
+def test_refuses_an_update_scaled_by_what_the_step_itself_makes_of_its_batch():
+    """A 0-dim tensor is the same on all ranks only until they write to it what differs."""
+    with pytest.raises(StepError, match="is computed from values that differ between ranks"):
+        averaged(averaging_step(lambda loss: loss))
+    averaged(averaging_step(lambda loss: torch.tensor(0.5)))
+
+
 def test_refuses_an_update_computed_from_a_buffer():
     model = nn.BatchNorm1d(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -16,7 +16,7 @@ from torch import fx
 from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.aliases import mutated_inputs
-from zerofx.ir.interface import input_role, placeholders, recorded, set_recorded
+from zerofx.ir.interface import input_role, placeholders, recorded, set_recorded, written_input
 from zerofx.ir.mesh import DATA, Mesh, axes_in
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.reach import reached
@@ -154,21 +154,48 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
 
     Batches, buffers and random draws differ, and who has data; so does all that is computed from
     them, until a gradient is averaged.  A 0-dim input (a loss scale, a coefficient) is taken to be
-    the same on all ranks, as a Python number is; the size of a batch is not.  What has been reduced
-    along one axis of a mesh still differs along the others.
+    the same on all ranks, as a Python number is, unless the program itself writes to it what
+    differs; the size of a batch is not.  What has been reduced along one axis of a mesh still
+    differs along the others.
     """
-    varying: dict[fx.Node, frozenset[str]] = {}
     mesh = recorded(graph).mesh
     axes = axes_in(DATA if mesh is None else mesh.everywhere)
     if world_size == 1 and mesh is None:
         return set()
+    written: dict[fx.Node, frozenset[str]] = {}
+    while True:
+        varying = _varying_along(graph, axes, written)
+        found = {
+            node.args[0]: varying[node.args[1]]
+            for node in graph.nodes
+            if node.target is aten.copy_.default and node.args[1] in varying and _is_given(node)
+        }
+        if found == written:
+            return set(varying)
+        written = found
+
+
+def _is_given(write: fx.Node) -> bool:
+    """Return whether a ``copy_`` leaves something for the next call in a 0-dim input."""
+    role = written_input(write)
+    return role is not None and role.kind == "other" and _is_scalar(write.args[0])
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _varying_along(
+    graph: fx.Graph, axes: frozenset[str], written: Mapping[fx.Node, frozenset[str]]
+) -> dict[fx.Node, frozenset[str]]:
+    """Return the nodes that differ along some axes, where ``written`` inputs do."""
+    varying = dict(written)
     for node in graph.nodes:
         if node.op == "placeholder":
-            value = node.meta.get("val")
-            is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
             kind = input_role(node).kind
             unreduced = input_role(node).unreduced
-            if kind == "buffer" or (kind == "other" and not is_scalar):
+            if kind == "buffer" or (kind == "other" and not _is_scalar(node)):
                 varying[node] = axes
             elif unreduced:
                 varying[node] = axes_in(unreduced)
@@ -180,7 +207,7 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
             along -= axes if node.target in _OVER_ALL else axes_in(ops.argument(node, "axis"))
         if along:
             varying[node] = along
-    return set(varying)
+    return varying
 
 
 _OVER_ALL = (ops.gradient, ops.over_ranks)
