@@ -478,3 +478,21 @@ def with_numbers():
         return norm * 0.625
 
     return capture(step, torch.randn(2, 4), world_size=2)
+
+
+def test_ranks_compare_a_number_that_changes_from_call_to_call_as_it_is_then():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, number):
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.grad.div_(number)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        captured = capture(step, torch.randn(2, 4), 57, world_size=2)
+    program = rewritten(captured, stage=3)
+    assert any("gradients and 57" in line for line in schedule(program.gm, program.table, 3))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
+from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.graph import updated_by
 from zerofx.ir.interface import gradient_work, recorded, written_input
@@ -78,9 +81,14 @@ def _leading_to_updates(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _with_numbers(node: fx.Node) -> list[str]:
-    """Return a line per plain number that an elementwise operation takes."""
+    """Return a line per plain number that an elementwise operation takes.
+
+    A number that may change at every call is as it was when the step was captured.
+    """
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return []
-    operands = (*node.args, *node.kwargs.values())
+    operands: Any = (*node.args, *node.kwargs.values())
+    operands = (one.meta.get("val") if isinstance(one, fx.Node) else one for one in operands)
+    operands = map(compat.aot.scalar_hint, operands)
     numbers = [value for value in operands if isinstance(value, int | float)]
     return [f"{node.target} of averaged gradients and {number}" for number in numbers]
