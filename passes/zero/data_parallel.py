@@ -164,6 +164,10 @@ def _check_updates_are_uniform(graph: fx.Graph, table: ParameterTable, world_siz
             if into and into.kind in ("parameter", "gradient") and node.args[1] in varying:
                 what = "" if into.kind == "parameter" else "the gradient of "
                 _refuse(f"{what}{table[into.parameter].name!r}", node.args[1])
+    results = graph.output_node().args[0]
+    for position, parameter in recorded(graph).gradients.items():
+        if results[position] in varying and results[position].op != "placeholder":
+            _refuse(f"the gradient of {table[parameter].name!r}", results[position])
 
 
 def _refuse(what: str, node: fx.Node) -> None:

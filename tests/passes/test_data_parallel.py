@@ -365,6 +365,22 @@ def test_refuses_a_write_to_a_parameter_from_the_ranks_own_values():
         averaged(capture(step, torch.randn(4, 2)))
 
 
+def test_refuses_a_gradient_that_a_step_leaves_divided_by_its_batch():
+    model = nn.Linear(4, 3)
+
+    def backward(x, mask):
+        model(x).square().mean().backward()
+        for p in model.parameters():
+            p.grad = p.grad / mask.sum()
+
+    captured = capture(backward, torch.randn(2, 4), torch.ones(2), world_size=2)
+    for accumulate in (None, "local"):
+        with pytest.raises(
+            StepError, match="(?s)the gradient of '.*' is computed from .* p.grad / mask"
+        ):
+            averaged(captured, accumulate=accumulate)
+
+
 def averaging_step(of):
     """Divides gradients by a 0-dim tensor, which the step itself moves towards ``of(loss)``."""
     model, scale = nn.Linear(4, 1), torch.tensor(1.0)
