@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.utils.checkpoint import checkpoint
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
@@ -510,3 +511,77 @@ def test_a_loss_of_many_numbers_is_refused():
     options = {"lowering": "eager", "stage": 0, "loss": "global"}
     with pytest.raises(StepError, match="a loss that is one number"):
         torch.compile(step, backend="zero", options=options)(torch.randn(4, 3))
+
+
+def counting(model, x, counts):
+    """Has gradients of a sum, and divides them by how many count on all ranks."""
+    (model(x).square().sum(1) * counts).sum().backward()
+    count = counts.sum()
+    world_size = 1
+    if dist.is_initialized():
+        dist.all_reduce(count)
+        world_size = dist.get_world_size()
+    for p in model.parameters():
+        p.grad.mul_(world_size / count)
+
+
+def contrasting(model, x, counts):
+    """Tells each row's pair from the pairs of all ranks' rows."""
+    out, pairs = model(x), model(x + counts[:, None])
+    if dist.is_initialized():
+        out, pairs = (all_gather_tensor_autograd(z, 0, dist.group.WORLD) for z in (out, pairs))
+    F.cross_entropy(out @ pairs.T, torch.arange(len(out))).backward()
+
+
+def trained_by(backward, alone=False):
+    """A linear layer's values after three steps, with all ranks' batches if it trains alone."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, counts):
+        backward(model, x, counts)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if not alone:
+        step = torch.compile(step, backend="zero", options={"stage": 3, "lowering": "eager"})
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        x, counts = torch.randn(8, 5, generator=generator), torch.ones(8)
+        counts[:3] = 0.0
+        rows = slice(None) if alone else slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+        step(x[rows], counts[rows])
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("backward", [counting, contrasting])
+@pytest.mark.slow(reason="two ranks trace and train")
+def test_a_steps_own_collectives_over_all_ranks_train_as_one_process(ranks, backward):  # noqa: F811
+    expected = trained_by(backward, alone=True)
+    for found in ranks(2).run(trained_by, backward):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+
+
+def counting_alone(model, x, counts):
+    (model(x).square().sum(1) * counts).sum().backward()
+    count = counts.sum()
+    dist.all_reduce(count, group=OWN_GROUP[0])
+    for p in model.parameters():
+        p.grad.div_(count)
+
+
+OWN_GROUP = []
+
+
+def refused_in_a_part_of_the_ranks():
+    OWN_GROUP[:] = [dist.new_group([rank]) for rank in range(2)][dist.get_rank() :]
+    with pytest.raises(StepError, match="is computed from values that differ between ranks"):
+        trained_by(counting_alone)
+
+
+@pytest.mark.slow(reason="two ranks trace")
+def test_a_reduction_over_some_ranks_is_no_number_of_all(ranks):  # noqa: F811
+    ranks(2).run(refused_in_a_part_of_the_ranks)

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from zerofx import compat
@@ -156,15 +157,16 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
     them, until a gradient is averaged.  A 0-dim input (a loss scale, a coefficient) is taken to be
     the same on all ranks, as a Python number is, unless the program itself writes to it what
     differs; the size of a batch is not.  What has been reduced along one axis of a mesh still
-    differs along the others.
+    differs along the others; what the step's own collectives have made of all ranks' does not.
     """
     mesh = recorded(graph).mesh
     axes = axes_in(DATA if mesh is None else mesh.everywhere)
     if world_size == 1 and mesh is None:
         return set()
+    group = _group_of(world_size if mesh is None else mesh.world_size)
     written: dict[fx.Node, frozenset[str]] = {}
     while True:
-        varying = _varying_along(graph, axes, written)
+        varying = _varying_along(graph, axes, written, group)
         found = {
             node.args[0]: varying[node.args[1]]
             for node in graph.nodes
@@ -186,12 +188,33 @@ def _is_scalar(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
+def _group_of(world_size: int) -> str | None:
+    """Return torch's name of the group of all ranks; None if there is none of so many."""
+    is_there = dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None
+    if not is_there or dist.get_world_size() != world_size:
+        return None
+    return dist.group.WORLD.group_name
+
+
+_OF_ALL = ("all_reduce", "all_gather_into_tensor", "broadcast")
+
+
 def _varying_along(
-    graph: fx.Graph, axes: frozenset[str], written: Mapping[fx.Node, frozenset[str]]
+    graph: fx.Graph,
+    axes: frozenset[str],
+    written: Mapping[fx.Node, frozenset[str]],
+    group: str | None,
 ) -> dict[fx.Node, frozenset[str]]:
-    """Return the nodes that differ along some axes, where ``written`` inputs do."""
+    """Return the nodes that differ along some axes, where ``written`` inputs do.
+
+    ``group`` is the one of all ranks, by torch's name.
+    """
+    uniform = [f"_c10d_functional::{name}" for name in _OF_ALL] if group is not None else []
     varying = dict(written)
     for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.name in uniform and node.args[-1] == group:
+            continue
         if node.op == "placeholder":
             kind = input_role(node).kind
             unreduced = input_role(node).unreduced
