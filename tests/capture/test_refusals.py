@@ -147,6 +147,10 @@ def reduces(model, optimizer, x, loss):
     torch.distributed.all_reduce(loss)
 
 
+def gathers(model, optimizer, x, loss):
+    torch.cat(torch.distributed.nn.functional.all_gather(model(x)))
+
+
 def steps_with_a_closure(model, optimizer, x, loss):
     torch.optim.LBFGS(model.parameters()).step(lambda: model(x).sum())
 
@@ -184,6 +188,7 @@ CAUSES = {
     makes_a_generator: ("random generator", "manual_seed"),
     shows_progress: ("reports progress", "after the call"),
     reduces: ("communicates between ranks", "averaged without it"),
+    gathers: ("torch.distributed.nn.functional", "all_gather_tensor_autograd(features, 0"),
     steps_with_a_closure: ("closure", "LBFGS is not supported"),
     dumps: ("format of files", "out of the step"),
 }

@@ -132,6 +132,14 @@ _CAUSES = (
         _LATER,
     ),
     _Cause(
+        r"distributed/nn/functional\.py",
+        "torch compiles no collective of torch.distributed.nn.functional.",
+        "To compare samples of all ranks in a loss, gather features by "
+        "all_gather_tensor_autograd(features, 0, torch.distributed.group.WORLD), of "
+        "torch.distributed._functional_collectives: gradients are those of one process then, "
+        "for the mean over ranks of each rank's loss. All ranks need as many features.",
+    ),
+    _Cause(
         r"torch\.distributed|all_reduce|all_gather|ProcessGroup|barrier",
         "It communicates between ranks by itself.",
         "Gradients are averaged without it. Reduce metrics after the call, from what the step "
