@@ -151,6 +151,10 @@ def gathers(model, optimizer, x, loss):
     torch.cat(torch.distributed.nn.functional.all_gather(model(x)))
 
 
+def perturbs(model, optimizer, x, loss):
+    torch.zeros_like(x, requires_grad=True)
+
+
 def steps_with_a_closure(model, optimizer, x, loss):
     torch.optim.LBFGS(model.parameters()).step(lambda: model(x).sum())
 
@@ -189,6 +193,7 @@ CAUSES = {
     shows_progress: ("reports progress", "after the call"),
     reduces: ("communicates between ranks", "averaged without it"),
     gathers: ("torch.distributed.nn.functional", "all_gather_tensor_autograd(features, 0"),
+    perturbs: ("requires a gradient", "zeros_like(x).requires_grad_()"),
     steps_with_a_closure: ("closure", "LBFGS is not supported"),
     dumps: ("format of files", "out of the step"),
 }

@@ -132,6 +132,11 @@ _CAUSES = (
         _LATER,
     ),
     _Cause(
+        r"creation function with requires_grad",
+        "It makes a tensor that requires a gradient.",
+        "Write torch.zeros_like(x).requires_grad_() for torch.zeros_like(x, requires_grad=True).",
+    ),
+    _Cause(
         r"distributed/nn/functional\.py",
         "torch compiles no collective of torch.distributed.nn.functional.",
         "To compare samples of all ranks in a loss, gather features by "
