@@ -1082,6 +1082,33 @@ def test_gradients_that_a_rank_computed_for_itself_are_refused(ranks, stage):
         assert re.search("gradient of parameter .* is this rank's own, .*mean over all", answer)
 
 
+def updates_with_averages_that_were_halved(stage: int) -> str:
+    torch._dynamo.reset()
+    model = Mlp()
+    optimizer = sgd(model)
+
+    def backward(model, x, y):
+        squared_loss(model, x, y).backward()
+
+    backward, update = zero(backward, stage), zero(lambda: optimizer.step(), stage)
+    backward(model, *models.features(torch.distributed.get_rank(), 4))
+    halved = {p: p.grad / 2 for p in model.parameters()}
+    for p, gradient in halved.items():
+        p.grad.copy_(gradient)
+    update()
+    for p, gradient in halved.items():
+        p.grad = gradient
+    with pytest.raises(RuntimeError) as caught:
+        update()
+    return str(caught.value)
+
+
+@pytest.mark.slow(reason="two ranks compile two functions")
+def test_an_average_is_one_as_long_as_it_is_changed_in_place(ranks):  # noqa: F811
+    for answer in ranks(2).run(updates_with_averages_that_were_halved, 1):
+        assert "change it in place instead (`p.grad.copy_(new)`)" in answer
+
+
 def multiplies(data):
     data.mul_(0.9)
 

@@ -194,7 +194,8 @@ class GradientRegistry:
             f"the gradient of parameter {bound.name!r} was not computed by a zero-compiled "
             "function: it is this rank's own, and the update needs the mean over all ranks. Call "
             "backward() in a function compiled with torch.compile(..., backend='zero'), or set "
-            "p.grad = None before the step."
+            "p.grad = None before the step. Where you replace an average (p.grad = p.grad / n), "
+            "change it in place instead (`p.grad.copy_(new)`), which keeps it the average."
         )
 
     def _with_stub(self) -> list[tuple[ParameterState, nn.Parameter]]:
