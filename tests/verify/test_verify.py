@@ -723,3 +723,22 @@ def test_a_gradient_may_be_assigned_to_a_parameter_that_has_none_of_its_own(stag
     captured = with_assigned_gradients()
     program = rewritten(captured, stage=stage)
     assert_same_numerics(execute(captured), execute(program), bitwise=False)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_may_be_replaced_by_zeros_after_clipping(stage):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+
+    def step(x):
+        model(x).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for p in model[0].parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    captured = capture(step, torch.randn(5, 3), world_size=2)
+    program = rewritten(captured, stage=stage)
+    assert_same_numerics(execute(captured), execute(program), bitwise=False)

@@ -40,7 +40,8 @@ def _updates_read_averaged_gradients(
 ) -> None:
     """Check that updates read means over ranks, or what came in as one; no two share a value.
 
-    A parameter that backward gave no gradient has what the step has assigned to it.
+    A parameter that backward gave no gradient has what the step has assigned to it, as may one
+    whose gradient it has replaced by what is computed from none.
     """
     given = {input_role(node).parameter for node in placeholders(graph, "gradient")}
     given = given.union(*map(gradient_of, graph.nodes))
@@ -58,7 +59,8 @@ def _updates_read_averaged_gradients(
             written[value] = node
         for gradient, parameter in operands:
             what = f"updates {table[parameter].name!r} with {gradient.name}, which"
-            if parameter in given and not _is_average_of(gradient, table[parameter]):
+            is_its = parameter not in given or _is_average_of(gradient, table[parameter])
+            if not is_its and _is_of_gradients(gradient):
                 raise broken(node, f"{what} is not computed from the average of its gradient.")
             if gradient in varying:
                 raise broken(node, f"{what} differs between ranks.")
@@ -79,6 +81,14 @@ def _stored_gradients_are_what_they_are_called(
                 f"becomes the gradient of {table[parameter].name!r}, and is neither averaged over "
                 "the ranks nor declared to be unreduced.",
             )
+
+
+def _is_of_gradients(value: fx.Node) -> bool:
+    """Return whether a value is computed from any gradient, averaged or not."""
+    return any(
+        gradient_of(node) or (node.op == "placeholder" and input_role(node).kind == "gradient")
+        for node in reached([value], lambda node: node.all_input_nodes)
+    )
 
 
 def _is_own_range(node: fx.Node, info: ParameterInfo) -> bool:
