@@ -381,9 +381,10 @@ def test_refuses_a_gradient_that_a_step_leaves_divided_by_its_batch():
             averaged(captured, accumulate=accumulate)
 
 
-def averaging_step(of):
+def averaging_step(of, in_place):
     """Divides gradients by a 0-dim tensor, which the step itself moves towards ``of(loss)``."""
-    model, scale = nn.Linear(4, 1), torch.tensor(1.0)
+    model = nn.Linear(4, 1)
+    model.scale = torch.tensor(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x):
@@ -391,19 +392,42 @@ def averaging_step(of):
         loss.backward()
         with torch.no_grad():
             for p in model.parameters():
-                p.grad.div_(scale)
+                p.grad.div_(model.scale)
         optimizer.step()
         optimizer.zero_grad()
-        scale.lerp_(of(loss.detach()), 0.1)
+        if in_place:
+            model.scale.lerp_(of(loss.detach()), 0.1)
+        else:
+            model.scale = 0.9 * model.scale + 0.1 * of(loss.detach())
 
     return capture(step, torch.randn(3, 4), world_size=2)
 
 
-def test_refuses_an_update_scaled_by_what_the_step_itself_makes_of_its_batch():
-    """A 0-dim tensor is the same on all ranks only until they write to it what differs."""
+@pytest.mark.parametrize("in_place", [True, False])
+def test_refuses_an_update_scaled_by_what_the_step_itself_makes_of_its_batch(in_place):
+    """A 0-dim tensor is the same on all ranks only until they leave there what differs."""
     with pytest.raises(StepError, match="is computed from values that differ between ranks"):
-        averaged(averaging_step(lambda loss: loss))
-    averaged(averaging_step(lambda loss: torch.tensor(0.5)))
+        averaged(averaging_step(lambda loss: loss, in_place))
+    averaged(averaging_step(lambda loss: torch.tensor(0.5), in_place))
+
+
+SCALE = torch.tensor(1.0)
+
+
+def test_refuses_an_update_scaled_by_a_global_that_the_step_assigns():
+    w = nn.Parameter(torch.randn(4, 2))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+
+    def step(x):
+        global SCALE
+        loss = (x @ w).square().mean()
+        loss.backward()
+        w.grad.div_(SCALE)
+        optimizer.step()
+        SCALE = SCALE.lerp(loss.detach(), 0.1)
+
+    with pytest.raises(StepError, match="is computed from values that differ between ranks"):
+        averaged(capture(step, torch.randn(3, 4), world_size=2))
 
 
 def test_refuses_an_update_computed_from_a_buffer():

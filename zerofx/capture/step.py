@@ -137,6 +137,9 @@ class StepCapture:
             return known[key][0].index
 
         roles, arguments = [], compat.dynamo.arguments_being_compiled()
+        assigned = compat.dynamo.attribute_assignments()
+        (results,) = self.gm.graph.output_node().args
+        position_of = {str(result): position for position, result in enumerate(results)}
         for node, value in zip(self.placeholders, self.inputs, strict=True):
             source = compat.dynamo.source_name(node)
             owner = None
@@ -155,7 +158,15 @@ class StepCapture:
                 is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
                 is_scale = is_scalar and source.endswith("._scale")
                 is_argument = source.startswith(arguments) and "._modules[" not in source
-                roles.append(InputRole("other", is_loss_scale=is_scale, is_argument=is_argument))
+                becomes = position_of.get(assigned.get(source, ""), -1)
+                roles.append(
+                    InputRole(
+                        "other",
+                        is_loss_scale=is_scale,
+                        is_argument=is_argument,
+                        becomes=becomes,
+                    )
+                )
         self.roles = tuple(roles)
         self.tensors = tuple(parameter for _, parameter in known.values())
         self.table = ParameterTable(tuple(info for info, _ in known.values()))

@@ -17,6 +17,8 @@ import torch._dynamo.exc
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.misc import NewGlobalVariable
 
 
 def why_not_compiled() -> str | None:
@@ -177,6 +179,22 @@ def gradient_assignments() -> dict[str, str]:
             found[gradient.as_proxy().node.name] = owner.as_proxy().node.name
         except (AttributeError, NotImplementedError):
             continue  # p.grad = None, or not a tensor's attribute
+    return found
+
+
+def attribute_assignments() -> dict[str, str]:
+    """Graph results that the function being compiled stores in an attribute or a global variable.
+
+    Returns Dynamo's expression for where -> the name of the result's node.
+    """
+    effects = InstructionTranslator.current_tx().output.side_effects
+    found = {}
+    for owner, attributes in effects.store_attr_mutations.items():
+        base = getattr(getattr(owner, "source", None), "name", None)
+        for attribute, value in attributes.items():
+            if base is not None and isinstance(value, TensorVariable):
+                is_global = isinstance(owner, NewGlobalVariable)
+                found[base if is_global else f"{base}.{attribute}"] = value.as_proxy().node.name
     return found
 
 

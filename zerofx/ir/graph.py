@@ -17,7 +17,7 @@ from torch import fx
 from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.aliases import mutated_inputs
-from zerofx.ir.interface import input_role, placeholders, recorded, set_recorded, written_input
+from zerofx.ir.interface import input_role, placeholders, recorded, set_recorded
 from zerofx.ir.mesh import DATA, Mesh, axes_in
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.reach import reached
@@ -155,7 +155,7 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
 
     Batches, buffers and random draws differ, and who has data; so does all that is computed from
     them, until a gradient is averaged.  A 0-dim input (a loss scale, a coefficient) is taken to be
-    the same on all ranks, as a Python number is, unless the program itself writes to it what
+    the same on all ranks, as a Python number is, unless the program itself leaves there what
     differs; the size of a batch is not.  What has been reduced along one axis of a mesh still
     differs along the others; what the step's own collectives have made of all ranks' does not.
     """
@@ -165,22 +165,26 @@ def rank_varying(graph: fx.Graph, world_size: int) -> set[fx.Node]:
         return set()
     group = _group_of(world_size if mesh is None else mesh.world_size)
     written: dict[fx.Node, frozenset[str]] = {}
+    left = _left_in_scalars(graph)
     while True:
         varying = _varying_along(graph, axes, written, group)
-        found = {
-            node.args[0]: varying[node.args[1]]
-            for node in graph.nodes
-            if node.target is aten.copy_.default and node.args[1] in varying and _is_given(node)
-        }
+        found = {given: varying[value] for given, value in left if value in varying}
         if found == written:
             return set(varying)
         written = found
 
 
-def _is_given(write: fx.Node) -> bool:
-    """Return whether a ``copy_`` leaves something for the next call in a 0-dim input."""
-    role = written_input(write)
-    return role is not None and role.kind == "other" and _is_scalar(write.args[0])
+def _left_in_scalars(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """Return 0-dim inputs with what the program leaves in their place for the next call."""
+    results = graph.output_node().args[0]
+    given = [node for node in placeholders(graph, "other") if _is_scalar(node)]
+    assigned = [(node, results[input_role(node).becomes]) for node in given if _is_assigned(node)]
+    writes = [user for node in given for user in node.users if user.target is aten.copy_.default]
+    return assigned + [write.args for write in writes if write.args[0] in given]
+
+
+def _is_assigned(node: fx.Node) -> bool:
+    return input_role(node).becomes >= 0
 
 
 def _is_scalar(node: fx.Node) -> bool:

@@ -46,6 +46,7 @@ class InputRole:
     of them it is this rank's own, along the outer one of a mesh a sum over the inner one.
     ``on_host`` says that it is a shard in host memory.  ``is_loss_scale``: a ``GradScaler``
     multiplies losses by it.  ``is_argument``: the step is called with it, or with what has it.
+    ``becomes`` is the position of the result that is stored in its place; -1 if none is.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class InputRole:
     on_host: bool = False
     is_loss_scale: bool = False
     is_argument: bool = False
+    becomes: int = -1
 
 
 def input_role(node: fx.Node) -> InputRole:
