@@ -56,3 +56,20 @@ def test_a_part_of_a_batch_has_as_many_samples_as_it_is_long(way):
     batch = torch.randn(4, 3, 6), torch.zeros(4, dtype=torch.int64)
     captured = capture(step, *batch, world_size=2, loss="global")
     assert nodes_of(captured, ops.over_ranks)
+
+
+@pytest.mark.parametrize("counts_others", (True, False))
+def test_a_count_of_what_a_mask_leaves_out_is_summed_over_ranks(counts_others):
+    """Its length is a plain number in the traced program, as in transformers' LabelSmoother."""
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, padding):
+        optimizer.zero_grad()
+        counts = padding.long().sum()
+        counts = padding.numel() - counts if counts_others else counts
+        (model(x).square().sum() / counts).backward()
+        optimizer.step()
+
+    captured = capture(step, torch.randn(4, 6), torch.arange(4) > 2, world_size=2, loss="global")
+    assert len(nodes_of(captured, ops.over_ranks)) == (4 if counts_others else 3)

@@ -68,6 +68,13 @@ def flat(out, b):
     return out.flatten(0, 1), b["labels"].flatten()
 
 
+def smoothed(out, b):
+    """The count that transformers' LabelSmoother divides by."""
+    padding = b["labels"] == -100
+    each = by_token(out, b).masked_fill(padding, 0.0)
+    return each.sum() / (padding.numel() - padding.long().sum())
+
+
 def shifted(out, b):
     labels = F.pad(b["labels"], (0, 1), value=-100)[..., 1:].contiguous()
     return F.cross_entropy(out.view(-1, CLASSES).float(), labels.view(-1), ignore_index=-100)
@@ -242,6 +249,7 @@ RIGHT: dict[str, Callable] = {
     "masked_with_epsilon": lambda out, b: (
         (by_token(out, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-3)
     ),
+    "smoothed": smoothed,
     "inverse_count": lambda out, b: (by_token(out, b) * b["mask"]).sum() * (1 / b["mask"].sum()),
     "counted_labels": lambda out, b: (
         F.cross_entropy(*flat(out, b), reduction="sum") / (b["labels"] != -100).sum()
@@ -422,6 +430,16 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "divided_by_a_number": (
         lambda out, b: by_token(out, b).sum() / out.shape[0],
         "divides a sum over the batch by the number",
+    ),
+    "divided_by_a_count_and_the_length": (
+        lambda out, b: masked(out, b) + by_token(out, b).sum() / (b["mask"].sum() + out.shape[0]),
+        "adds the number 3 to a count of the batch or subtracts it",
+    ),
+    "divided_by_a_count_and_a_constant_of_the_length": (
+        lambda out, b: (
+            by_token(out, b).sum() / (b["mask"].sum() + torch.tensor(float(out.shape[0])))
+        ),
+        "adds a number that is made of the batch's length to a count",
     ),
     "variance": (lambda out, b: out[..., 0].var(), "takes the var over the samples"),
     "covariance": (

@@ -161,6 +161,8 @@ def _mark(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         if name == "mean" and node.args:
             instead = _mean(graph, node)
+        elif name == "sub" and len(node.args) > 1:
+            instead = _complement(graph, node)
         elif name in ("div", "div_", "true_divide", "truediv", "itruediv") and len(node.args) > 1:
             _mark_divisor(graph, node)
             return
@@ -184,6 +186,26 @@ def _mark_divisor(graph: fx.Graph, node: fx.Node) -> None:
         return
     marker = _like(node, graph.call_function(ops.count, (divisor, "found")))
     node.args = (node.args[0], marker, *node.args[2:])
+
+
+def _complement(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """``x.numel() - x.sum()`` -> ``count - x.sum()``: what the sum leaves is of the batch too.
+
+    Dynamo may have made a plain number of the size.  Of others it is not known what they are of.
+    """
+    number, rest = node.args[:2]
+    total = rest
+    while isinstance(total, fx.Node) and total.target in ("to", "long", "int", "float", "detach"):
+        total = total.args[0]
+    if getattr(total, "target", None) not in ("sum", torch.sum):
+        return None
+    source, value = (one.meta.get("example_value") for one in (total.args[0], total))
+    size = number.meta.get("example_value") if isinstance(number, fx.Node) else number
+    if value.dim() or value.requires_grad or str(size) != str(source.numel()):  # without a guard
+        return None
+    build = _Builder(graph, node, value.device)
+    difference = build.call(operator.sub, build.count(number, total), rest)
+    return _like(node, build.method("to", difference, node.meta["example_value"].dtype))
 
 
 def _mean(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -291,14 +313,18 @@ class _Builder:
             product = self.call(operator.mul, product, size)
         return product
 
+    def count(self, number: fx.Node | int, total: fx.Node) -> fx.Node:
+        """Mark how many elements there are, of which ``total`` is the sum."""
+        options = {"dtype": torch.float32, "device": self.device}
+        number = self.call(torch.scalar_tensor, number, **options)
+        return self.call(ops.count, number, "mean", self.method("detach", total))
+
     def mean(
         self, total: fx.Node, number: fx.Node, dtype: torch.dtype, of: str = "mean"
     ) -> fx.Node:
         """``total / count(number)``: of the elements of a mean, or of what the batch says."""
         if of == "mean":
-            options = {"dtype": torch.float32, "device": self.device}
-            number = self.call(torch.scalar_tensor, number, **options)
-            marker = self.call(ops.count, number, of, self.method("detach", total))
+            marker = self.count(number, total)
         else:
             marker = self.call(ops.count, self.method("to", number, torch.float32), of)
         quotient = self.call(operator.truediv, total, marker)

@@ -374,6 +374,12 @@ def _computed_of(builder: Builder, count: fx.Node, leaves: Mapping[fx.Node, fx.N
     for node in _between(number, set(leaves)):
         if node.target is ops.count:
             substitutes[node] = substitutes[node.args[0]]
+        elif str(node.target).endswith(".Scalar") and isinstance(node.args[1], fx.Node):
+            # a size, in whose place a tensor is now
+            args = fx.node.map_arg(node.args, lambda one: substitutes.get(one, one))
+            target, kwargs = node.target.overloadpacket.Tensor, node.kwargs
+            made = builder.call(target, *args, role=Role.LOSS_COUNT, like=node, **kwargs)
+            substitutes[node] = made
         else:
             copied = builder.copy(node, substitutes, role=Role.LOSS_COUNT, parameter=-1)
             substitutes[node] = copied

@@ -248,6 +248,8 @@ def added(
     degrees = frozenset().union(*(value.degrees for value in inputs))
     objection = first_objection(inputs)
     if kinds == {Kind.COUNT}:
+        if 1 in degrees:
+            _check_terms(samples, node, dims, terms)
         is_marked = all(value.is_marked for value in inputs)
         return Value(Kind.COUNT, dims, degrees, is_marked=is_marked)
     if kinds <= {Kind.TOTAL, Kind.COUNT}:
@@ -257,6 +259,18 @@ def added(
     if kinds == {Kind.SAMPLES}:
         return Value(Kind.SAMPLES, dims, degrees, is_scaled=True, objection=objection)
     raise MixedError(node, "adds what is of the whole batch to what is of samples", dims)
+
+
+def _check_terms(samples: Samples, node: fx.Node, dims: Dims, terms: Iterable[Any]) -> None:
+    """Raise MixedError where a number that is added to a count may be one of the batch itself."""
+    for term in terms:
+        if isinstance(term, fx.Node):
+            value = samples.of(term)
+            may_be = value.may_count if value.kind == Kind.SAME else ""
+        else:
+            may_be = f"the number {term:g}" if is_size(samples, term) else ""
+        if may_be:
+            raise MixedError(node, f"adds {may_be} to a count of the batch or subtracts it", dims)
 
 
 TINY = 1e-6
