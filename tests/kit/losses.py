@@ -327,9 +327,13 @@ RIGHT: dict[str, Callable] = {
 
 def balancing(out, b):
     """A mixture of experts' loss: a product of two means over the batch."""
+    return F.cross_entropy(*flat(out, b)) + balance(out)
+
+
+def balance(out):
     shares = out.softmax(-1).flatten(0, 1)
     chosen = F.one_hot(shares.argmax(-1), CLASSES).float()
-    return F.cross_entropy(*flat(out, b)) + (shares.mean(0) * chosen.mean(0)).sum()
+    return (shares.mean(0) * chosen.mean(0)).sum()
 
 
 def contrastive(out, b):
@@ -559,10 +563,22 @@ REFUSED: dict[str, tuple[Callable, str]] = {
 
 
 def balanced_by_rank(out, b):
-    shares = out.softmax(-1).flatten(0, 1)
-    chosen = F.one_hot(shares.argmax(-1), CLASSES).float()
-    balance = zerofx.per_rank((shares.mean(0) * chosen.mean(0)).sum())
-    return F.cross_entropy(*flat(out, b)) + balance
+    """By a count that the user gives, of which the part for each rank has its own too."""
+    count = zerofx.local_count(b["mask"].sum())
+    by_rank = zerofx.per_rank(balance(out) + (out.square().sum(-1) * b["mask"]).sum() / count)
+    return masked(out, b) + (by_token(out, b) * b["mask"]).sum() / count + by_rank
+
+
+def balanced_by_two(out, b):
+    """The same in one process that has the rows of two ranks."""
+    by_rank = [
+        balance(part) + (part.square().sum(-1) * mask).sum() / mask.sum()
+        for part, mask in zip(out.split(ROWS[:2]), b["mask"].split(ROWS[:2]), strict=True)
+    ]
+    return 2 * masked(out, b) + sum(by_rank) / 2
+
+
+BY_RANK = {form.__name__: form for form in (balanced_by_rank, balanced_by_two)}
 
 
 def given_locally(out, b):
@@ -605,7 +621,7 @@ def train(form: str, batches: list[list[Batch]], options: dict | None, clips: bo
     torch.manual_seed(7)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    loss_of = RIGHT.get(form) or REFUSED[form][0]
+    loss_of = RIGHT.get(form) or BY_RANK.get(form) or REFUSED[form][0]
 
     def step(micro_batches):
         optimizer.zero_grad()

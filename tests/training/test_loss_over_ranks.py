@@ -25,8 +25,6 @@ from tests.kit.losses import (
     WIDTH,
     Batch,
     Model,
-    balanced_by_rank,
-    balancing,
     batch_of,
     by_token,
     check,
@@ -105,7 +103,7 @@ def test_what_is_no_mean_is_refused_with_its_line(form):
     assert "zerofx.per_rank" in str(caught.value)
 
 
-def refusal(loss_of: Callable, *inputs) -> str:
+def refusal(loss_of: Callable, *inputs, line: str = "test_loss_over_ranks.py:") -> str:
     torch.manual_seed(7)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -118,7 +116,7 @@ def refusal(loss_of: Callable, *inputs) -> str:
     options = {"lowering": "eager", "stage": 0, "loss": "global"}
     with pytest.raises(StepError) as caught:
         torch.compile(step, backend="zero", options=options)(*inputs)
-    assert "test_loss_over_ranks.py:" in str(caught.value)
+    assert line in str(caught.value)
     return str(caught.value)
 
 
@@ -400,11 +398,19 @@ def test_a_count_that_the_user_gives(ranks, form):  # noqa: F811
         check(found, train_alone("cross_entropy", 2, calls=1))
 
 
-def test_what_is_meant_for_each_rank_stays_a_mean_over_ranks(monkeypatch):
-    monkeypatch.setitem(RIGHT, "balanced_by_rank", balanced_by_rank)
-    monkeypatch.setitem(RIGHT, "balancing", balancing)
-    marked = train("balanced_by_rank", [[batch_of(0)]], {"stage": 0, "loss": "global"})
-    check(marked, train("balancing", [[batch_of(0)]], None))
+@pytest.mark.slow(reason="ranks compile and train")
+def test_what_is_meant_for_each_rank_stays_a_mean_over_ranks(ranks):  # noqa: F811
+    for found in ranks(2).run(train_on_rank, "balanced_by_rank", {"stage": 1}, 1, False, False, 1):
+        check(found, train_alone("balanced_by_two", 2, calls=1))
+
+
+def test_what_is_meant_for_each_rank_and_reads_what_all_divide_is_refused():
+    def loss_of(model, batch):
+        loss = masked(model(batch["tokens"]), batch)
+        return loss + zerofx.per_rank(loss.square())
+
+    words = refusal(loss_of, batch_of(0), line="losses.py:")
+    assert "Compute that part once more, inside of what per_rank is given" in words
 
 
 def test_by_rank_marks_change_nothing():

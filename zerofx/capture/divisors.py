@@ -44,14 +44,11 @@ def mark_losses(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
     for call in calls:
         _multiply_with_gradient(graph, call)
     roots = [_loss_of(call) for call in calls]
-    wanted = set(reached(roots, lambda node: node.all_input_nodes))
+    wanted = set(reached(roots, read_by))
     _check_functions(gm, wanted)
-    for node in list(graph.nodes):
-        if node in wanted:
-            _mark(graph, node)
+    _mark_divisors(graph, wanted)
     for body in _checkpointed(gm, wanted):
-        for node in list(body.graph.nodes):
-            _mark(body.graph, node)
+        _mark_divisors(body.graph, set(reached([body.graph.output_node()], read_by)))
         body.recompile()
     for number, (call, root) in enumerate(zip(calls, roots, strict=True)):
         with graph.inserting_before(call):
@@ -59,6 +56,27 @@ def mark_losses(gm: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
             loss = _loss_of(call)
             marker = _like(root, graph.call_function(ops.loss_part, (loss, "loss", number)))
         call.args = ([marker] if isinstance(call.args[0], list) else marker, *call.args[1:])
+
+
+def read_by(node: fx.Node) -> list[fx.Node]:
+    """Return what a node of a loss reads; nothing of what is meant for each rank by itself."""
+    return [] if is_per_rank(node) else node.all_input_nodes
+
+
+def is_per_rank(node: fx.Node) -> bool:
+    return node.target is ops.loss_part and node.args[1] == "per_rank"
+
+
+def _mark_divisors(graph: fx.Graph, wanted: Collection[fx.Node]) -> None:
+    """Mark those of wanted nodes; what is meant for each rank reads no marked count."""
+    by_rank = set(reached(filter(is_per_rank, wanted), lambda node: node.all_input_nodes))
+    for node in by_rank.difference(wanted):
+        for source in node.all_input_nodes:
+            if source.target is ops.count:
+                node.replace_input_with(source, source.args[0])
+    for node in list(graph.nodes):
+        if node in wanted:
+            _mark(graph, node)
 
 
 def _checkpointed(gm: fx.GraphModule, nodes: Collection[fx.Node]) -> list[fx.GraphModule]:

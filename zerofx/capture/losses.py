@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from zerofx.capture.divisors import is_per_rank, read_by
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.graph import (
@@ -70,12 +71,13 @@ def spread_losses(gm: fx.GraphModule) -> None:
     for root in roots:
         _check(samples.of(root.args[0]), root)
     _warn_of_batch_norm(graph.nodes)
-    before = {root: set(reached([root], lambda n: n.all_input_nodes)) for root in roots}
+    before = {root: set(reached([root], read_by)) for root in roots}
     found = defaultdict(list)
     for count in graph.find_nodes(op="call_function", target=ops.count):
         root = next((root for root in roots if count in before[root]), None)
         if root is not None and samples.of(count).kind == Kind.COUNT:
             found[root].append(count)
+    _check_per_rank(before, found)
     if found:
         assert data is not None, "a loss asks for it"
         kinds = {count: _kind(samples, count) for counts in found.values() for count in counts}
@@ -186,6 +188,21 @@ def _check(value: Value, root: fx.Node) -> None:
             "loss=global: the loss is divided by more than one count of the batch, one after the "
             f"other, or by less than it is multiplied with. {REMEDY}.\n  at {source_line(root)}"
         )
+
+
+def _check_per_rank(
+    before: Mapping[fx.Node, set[fx.Node]], found: Mapping[fx.Node, list[fx.Node]]
+) -> None:
+    """Refuse what is meant for each rank and reads what a count of all ranks divides."""
+    for root, counts in found.items():
+        reads = set(reached(filter(is_per_rank, before[root]), lambda node: node.all_input_nodes))
+        for count in filter(reads.__contains__, counts):
+            raise StepError(
+                "loss=global: zerofx.per_rank(value) is given what is computed of a part of the "
+                "loss that is divided by a count of all ranks, which has one meaning for each "
+                "rank and another for all. Compute that part once more, inside of what per_rank "
+                f"is given.\n  at {source_line(count)}"
+            )
 
 
 def _warn_of_batch_norm(nodes: Iterable[fx.Node]) -> None:
