@@ -226,6 +226,16 @@ def one_hot(out, b):
     return torch.zeros(out.shape).scatter(2, b["targets"][..., None], 1.0)
 
 
+def behind_a_token(out, b):
+    token = torch.ones(CLASSES).expand(out.shape[0], 1, CLASSES)
+    return F.cross_entropy(torch.cat([token, out], 1)[:, 1:].transpose(1, 2), b["labels"])
+
+
+def joined_to_what_is_made(out, b):
+    labels = torch.cat([b["labels"], torch.full(b["labels"].shape, -100)])
+    return F.cross_entropy(torch.cat([out, out]).transpose(1, 2), labels)
+
+
 CLASS_WEIGHTS = torch.linspace(0.5, 2.0, CLASSES)
 
 RIGHT: dict[str, Callable] = {
@@ -305,6 +315,8 @@ RIGHT: dict[str, Callable] = {
     "cosine": lambda out, b: F.cosine_embedding_loss(
         out[:, 0], b["values"][:, 0], b["rewards"].sign()
     ),
+    "behind_a_token": behind_a_token,
+    "joined_to_what_is_made": joined_to_what_is_made,
     "span": span,
     "pooled": pooled,
     "last_token": last_token,

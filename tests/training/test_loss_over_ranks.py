@@ -150,7 +150,13 @@ def by_sample(model, tokens):
     return model(tokens).square().mean((1, 2))
 
 
+MEMORY = torch.arange(15).view(3, 5) % 7
+
 OF_PARTS = {
+    "joined with a memory": (
+        lambda model, x: by_sample(model, torch.cat([x, MEMORY])).mean(),
+        "joins what all ranks have alike to the samples",
+    ),
     "halves": (lambda model, x: by_sample(model, x).view(2, -1).mean(1).sum(), "takes the mean"),
     "of each place": (
         lambda model, x: by_sample(model, x).view(-1, 2).mean(0).square().sum(),
@@ -176,7 +182,7 @@ OF_PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", first(4, OF_PARTS))
+@pytest.mark.parametrize("name", first(5, OF_PARTS))
 def test_what_is_of_a_part_or_of_a_rank_in_backward_is_refused(name):
     loss_of, words = OF_PARTS[name]
     tokens = torch.arange(40).view(8, 5) % 7

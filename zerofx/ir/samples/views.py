@@ -164,9 +164,18 @@ def joined(samples: Samples, node: fx.Node) -> Value:
         dims = (*dims[:at], (1, shape_of(node)[at]), *dims[at + 1 :])
     if mixed is not None:
         return replace(mixed, dims=dims)
+    if dims[at] and not all(_is_of_samples(samples, source, at) for source in sources):
+        raise MixedError(node, "joins what all ranks have alike to the samples of a batch", dims)
     if all(value.is_plain for value in values):
         return Value(Kind.SAMPLES, dims, objection=first_objection(values))
     return added(samples, node, dims, values, sources)
+
+
+def _is_of_samples(samples: Samples, source: fx.Node, at: int) -> bool:
+    """Return whether what is joined along samples is of some, or made as long as they are."""
+    value, length = samples.of(source), shape_of(source)[at]
+    is_made = bool(value.may_count) or name_of(source) == "expand"
+    return value.kind != Kind.SAME or not length or (is_made and length in samples.sizes)
 
 
 def embedded(samples: Samples, node: fx.Node) -> Value:
