@@ -150,12 +150,24 @@ def by_sample(model, tokens):
     return model(tokens).square().mean((1, 2))
 
 
+def with_shares(model, x, weights):
+    return (by_sample(model, x) * weights * x.size(0)).sum()
+
+
 MEMORY = torch.arange(15).view(3, 5) % 7
 
 OF_PARTS = {
     "joined with a memory": (
         lambda model, x: by_sample(model, torch.cat([x, MEMORY])).mean(),
         "joins what all ranks have alike to the samples",
+    ),
+    "shares times the length": (
+        lambda model, x: with_shares(model, x, x[:, 0] / x[:, 0].sum()),
+        "multiplies shares of the batch by the batch's length, 8 .weights w / w.mean",
+    ),
+    "times the length, and divided": (
+        lambda model, x: by_sample(model, x).mean() * x.size(0) / 2,
+        "multiplies a mean over the batch by the batch's length, 8",
     ),
     "halves": (lambda model, x: by_sample(model, x).view(2, -1).mean(1).sum(), "takes the mean"),
     "of each place": (
@@ -182,7 +194,7 @@ OF_PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", first(5, OF_PARTS))
+@pytest.mark.parametrize("name", first(6, OF_PARTS))
 def test_what_is_of_a_part_or_of_a_rank_in_backward_is_refused(name):
     loss_of, words = OF_PARTS[name]
     tokens = torch.arange(40).view(8, 5) % 7

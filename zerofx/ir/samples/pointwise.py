@@ -165,7 +165,7 @@ def _scaled(samples: Samples, node: fx.Node, dims: Dims) -> Value:
             )
         raise MixedError(node, "multiplies or divides sums over a batch", dims)
     by_number = _may_be_count(samples, node, node.args[1], first, second)
-    by_length = _is_by_length(samples, node, node.args[1], first)
+    _check_length(samples, node, node.args[1], first, dims)
     sign = -1 if is_division else 1
     (shift,) = second.degrees if len(second.degrees) == 1 else (0,)
     degrees = frozenset(degree + sign * shift for degree in first.degrees)
@@ -181,23 +181,25 @@ def _scaled(samples: Samples, node: fx.Node, dims: Dims) -> Value:
         degrees=degrees,
         is_scaled=is_scaled,
         is_marked=is_marked,
-        objection=(first.objection or by_number if 1 in degrees else None)
-        or second.objection
-        or by_length,
+        objection=(first.objection or by_number if 1 in degrees else None) or second.objection,
     )
 
 
-def _is_by_length(samples: Samples, node: fx.Node, number: Any, value: Value) -> Objection | None:
-    """Return an objection to a mean, or a share of the batch, times the batch's own length.
+def _check_length(samples: Samples, node: fx.Node, number: Any, value: Value, dims: Dims) -> None:
+    """Raise MixedError for a mean, or shares of the batch, times the batch's own length.
 
-    One and two are factors that have to do with no batch.
+    One and two are factors of a mean that have to do with no batch.
     """
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-    if value.kind not in (Kind.TOTAL, Kind.COUNT) or value.degrees != {0} or not is_number:
-        return None
-    if name_of(node) != "mul" or number <= 2 or number not in samples.sizes:
-        return None
-    return Objection(node, f"multiplies a mean over the batch by the batch's length, {number:g}")
+    is_share = value.is_scaled and max(value.degrees) <= 0
+    is_mean = value.kind in (Kind.TOTAL, Kind.COUNT) and value.degrees == {0}
+    if name_of(node) != "mul" or not is_number or not (is_share or is_mean):
+        return
+    is_length = is_size(samples, number) if value.is_data else number in samples.sizes
+    if is_length and number > (1 if is_share and value.is_data else 2):
+        of = "shares of the batch" if is_share else "a mean over the batch"
+        instead = " (weights w / w.mean() have no length in them)" if is_share else ""
+        raise MixedError(node, f"multiplies {of} by the batch's length, {number:g}{instead}", dims)
 
 
 def _may_be_count(
