@@ -226,6 +226,12 @@ def one_hot(out, b):
     return torch.zeros(out.shape).scatter(2, b["targets"][..., None], 1.0)
 
 
+def counts_of_two(out, b):
+    """Tokens that a mask has weigh as much as those that it has not."""
+    mask = b["mask"]
+    return (by_token(out, b) / torch.where(mask == 1, mask.sum(), (1 - mask).sum())).sum()
+
+
 def behind_a_token(out, b):
     token = torch.ones(CLASSES).expand(out.shape[0], 1, CLASSES)
     return F.cross_entropy(torch.cat([token, out], 1)[:, 1:].transpose(1, 2), b["labels"])
@@ -314,6 +320,10 @@ RIGHT: dict[str, Callable] = {
     ),
     "cosine": lambda out, b: F.cosine_embedding_loss(
         out[:, 0], b["values"][:, 0], b["rewards"].sign()
+    ),
+    "counts_of_two": counts_of_two,
+    "at_least_one": lambda out, b: (
+        (by_token(out, b) * b["mask"]).sum() / torch.maximum(b["mask"].sum(), torch.ones(()))
     ),
     "behind_a_token": behind_a_token,
     "joined_to_what_is_made": joined_to_what_is_made,

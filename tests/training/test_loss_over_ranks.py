@@ -120,6 +120,14 @@ def refusal(loss_of: Callable, *inputs, line: str = "test_loss_over_ranks.py:") 
     return str(caught.value)
 
 
+@pytest.mark.parametrize("form", ("counts_of_two",))
+@pytest.mark.slow(reason="a program of two micro-batches")
+def test_micro_batches_train_as_one(form):
+    expected = train_alone(form, 2, calls=1)
+    found = train(form, [[batch_of(0), batch_of(1)]], {"stage": 0, "loss": "global"})
+    check(found, expected)
+
+
 class SquaredError(torch.autograd.Function):
     """Divides by a rank's own count in its backward."""
 

@@ -12,7 +12,7 @@ import itertools
 import logging
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -367,28 +367,39 @@ def _spread(
         )
     after = max(_number_of(leaf) for each in leaves for leaf in each)
     after = max([after, data.weight])
-    substitutes: dict[fx.Node, fx.Node] = {}
+    totals = []
     with builder.before(after.next, **origin) as call:
         for same in zip(*leaves, strict=True):
             total = _as_float(call, _number_of(same[0]))
             for other in same[1:]:
                 total = call(aten.add.Tensor, total, _as_float(call, _number_of(other)))
             total = call(aten.mul.Tensor, total, data.mine)
-            substitutes[same[0]] = call(ops.over_ranks, total, "sum")
-        mean = _as_float(call, _computed_of(builder, counts[0], substitutes))
-        if degree:
-            shares = call(aten.mul.Tensor, data.ranks, len(counts))
-            if degree != 1:
-                shares = call(aten.pow.Tensor_Scalar, shares, degree)
-            mean = call(aten.div.Tensor, mean, shares)
-    return dict.fromkeys(counts, mean)
+            totals.append(call(ops.over_ranks, total, "sum"))
+    means: dict[fx.Node, fx.Node] = {}
+    common: fx.Node | None = None
+    for count, own in zip(counts, leaves, strict=True):
+        others = _read_beside(count, own)
+        if common is not None and not others:  # of the same totals
+            means[count] = common
+            continue
+        place = max([totals[-1], *(node for node in others if node.op != "placeholder")])
+        with builder.before(place.next, **origin) as call:
+            number = _computed_of(builder, count, dict(zip(own, totals, strict=True)))
+            mean = _as_float(call, number)
+            if degree:
+                shares = call(aten.mul.Tensor, data.ranks, len(counts))
+                if degree != 1:
+                    shares = call(aten.pow.Tensor_Scalar, shares, degree)
+                mean = call(aten.div.Tensor, mean, shares)
+        means[count] = mean
+        common = common if others else mean
+    return means
 
 
 def _computed_of(builder: Builder, count: fx.Node, leaves: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """Compute a count once more, of others in the place of its leaves."""
-    number = count if count in leaves else count.args[0]
     substitutes = dict(leaves)
-    for node in _between(number, set(leaves)):
+    for node in _between(count, leaves):
         if node.target is ops.count:
             substitutes[node] = substitutes[node.args[0]]
         elif str(node.target).endswith(".Scalar") and isinstance(node.args[1], fx.Node):
@@ -400,7 +411,7 @@ def _computed_of(builder: Builder, count: fx.Node, leaves: Mapping[fx.Node, fx.N
         else:
             copied = builder.copy(node, substitutes, role=Role.LOSS_COUNT, parameter=-1)
             substitutes[node] = copied
-    return substitutes[number]
+    return substitutes[count if count in leaves else count.args[0]]
 
 
 def _as_float(call: Callable[..., fx.Node], node: fx.Node) -> fx.Node:
@@ -444,13 +455,13 @@ def _kind(samples: Samples, count: fx.Node) -> str:
     return kinds.pop() if len(kinds) == 1 else "found"
 
 
-def _between(number: fx.Node, leaves: set[fx.Node]) -> list[fx.Node]:
+def _between(count: fx.Node, leaves: Collection[fx.Node]) -> list[fx.Node]:
     """Return the nodes that compute a count of its leaves, in order."""
 
     def onward(node: fx.Node) -> list[fx.Node]:
         return [] if node in leaves else node.all_input_nodes
 
-    found = set(reached([number], onward))
+    found = set(reached([count if count in leaves else count.args[0]], onward))
     depends: set[fx.Node] = set(leaves)
     between = []
     for node in sorted(found):
@@ -458,6 +469,14 @@ def _between(number: fx.Node, leaves: set[fx.Node]) -> list[fx.Node]:
             depends.add(node)
             between.append(node)
     return between
+
+
+def _read_beside(count: fx.Node, leaves: Collection[fx.Node]) -> set[fx.Node]:
+    """Return what a count is computed of beside its leaves, such as which samples it is for."""
+    between = _between(count, leaves)
+    return {source for node in between for source in node.all_input_nodes}.difference(
+        between, leaves
+    )
 
 
 def _average_results(builder: Builder, graph: fx.Graph, roots: list[fx.Node], data: Data) -> None:
