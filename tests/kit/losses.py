@@ -232,6 +232,11 @@ def counts_of_two(out, b):
     return (by_token(out, b) / torch.where(mask == 1, mask.sum(), (1 - mask).sum())).sum()
 
 
+def looked_up_by_label(out, b):
+    weights = CLASS_WEIGHTS.index_select(0, b["targets"].flatten())
+    return (by_token(out, b).flatten() * weights).mean()
+
+
 def behind_a_token(out, b):
     token = torch.ones(CLASSES).expand(out.shape[0], 1, CLASSES)
     return F.cross_entropy(torch.cat([token, out], 1)[:, 1:].transpose(1, 2), b["labels"])
@@ -325,6 +330,7 @@ RIGHT: dict[str, Callable] = {
     "at_least_one": lambda out, b: (
         (by_token(out, b) * b["mask"]).sum() / torch.maximum(b["mask"].sum(), torch.ones(()))
     ),
+    "looked_up_by_label": looked_up_by_label,
     "behind_a_token": behind_a_token,
     "joined_to_what_is_made": joined_to_what_is_made,
     "span": span,

@@ -268,6 +268,7 @@ _RULES: dict[Any, Callable[[Samples, fx.Node], Any]] = {
     **dict.fromkeys((aten.embedding,), views.embedded),
     **dict.fromkeys((aten.gather,), views.gathered),
     **dict.fromkeys((aten.index,), views.indexed),
+    **dict.fromkeys((aten.index_select,), views.index_selected),
     **dict.fromkeys(_WRITES, views.scattered),
     **dict.fromkeys(
         (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.dot), products.product

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from zerofx.ir.samples.nodes import (
     sources_of,
 )
 from zerofx.ir.samples.pointwise import added
+from zerofx.ir.samples.unknown import unknown
 from zerofx.ir.samples.values import (
     COMPARES,
     NOT_LINEAR,
@@ -201,9 +203,22 @@ def gathered(samples: Samples, node: fx.Node) -> Value:
     return replace(value, kind=Kind.SAMPLES, dims=dims)
 
 
+def index_selected(samples: Samples, node: fx.Node) -> Value | list[Value]:
+    """Follow what is looked up; of samples, none are taken by their places."""
+    value, at, index = samples.of(node.args[0]), *node.args[1:3]
+    at = at % max(len(value.dims), 1)
+    if value.dims[at : at + 1] != (None,):
+        return unknown(samples, node)
+    return _indexed(samples, node, [*(None,) * at, index])
+
+
 def indexed(samples: Samples, node: fx.Node) -> Value:
     """``x[i, :, j]``: indices side by side take one dimension's place, else the first."""
-    value, indices = samples.of(node.args[0]), node.args[1]
+    return _indexed(samples, node, node.args[1])
+
+
+def _indexed(samples: Samples, node: fx.Node, indices: Sequence[fx.Node | None]) -> Value:
+    value = samples.of(node.args[0])
     used = [at for at, index in enumerate(indices) if index is not None]
     found = [samples.of(indices[at]).dims for at in used]
     length = max(map(len, found))
