@@ -232,6 +232,11 @@ def counts_of_two(out, b):
     return (by_token(out, b) / torch.where(mask == 1, mask.sum(), (1 - mask).sum())).sum()
 
 
+def guarded(out, b):
+    count = b["mask"].sum()
+    return torch.where(count > 0, (by_token(out, b) * b["mask"]).sum() / count.clamp(min=1), 0.0)
+
+
 def looked_up_by_label(out, b):
     weights = CLASS_WEIGHTS.index_select(0, b["targets"].flatten())
     return (by_token(out, b).flatten() * weights).mean()
@@ -330,6 +335,7 @@ RIGHT: dict[str, Callable] = {
     "at_least_one": lambda out, b: (
         (by_token(out, b) * b["mask"]).sum() / torch.maximum(b["mask"].sum(), torch.ones(()))
     ),
+    "guarded": guarded,
     "looked_up_by_label": looked_up_by_label,
     "behind_a_token": behind_a_token,
     "joined_to_what_is_made": joined_to_what_is_made,

@@ -120,7 +120,7 @@ def refusal(loss_of: Callable, *inputs, line: str = "test_loss_over_ranks.py:") 
     return str(caught.value)
 
 
-@pytest.mark.parametrize("form", ("counts_of_two", "looked_up_by_label"))
+@pytest.mark.parametrize("form", ("counts_of_two", "looked_up_by_label", "guarded"))
 @pytest.mark.slow(reason="a program of two micro-batches")
 def test_micro_batches_train_as_one(form):
     expected = train_alone(form, 2, calls=1)

@@ -18,6 +18,7 @@ from zerofx.capture.checks import argument, is_backward_call
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.reach import reached
+from zerofx.ir.samples.pointwise import COMPARISONS
 from zerofx.ir.source import source_line
 
 
@@ -175,12 +176,15 @@ def _loss_of(call: fx.Node) -> fx.Node:
 
 def _mark(graph: fx.Graph, node: fx.Node) -> None:
     """Mark the divisor that a node divides by, be it a mean."""
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = _name(node)
     with graph.inserting_before(node):
         if name == "mean" and node.args:
             instead = _mean(graph, node)
         elif name == "sub" and len(node.args) > 1:
             instead = _complement(graph, node)
+        elif name in COMPARISONS and len(node.args) > 1 and type(node.args[1]) in (int, float):
+            _mark_compared(graph, node)
+            return
         elif name in ("div", "div_", "true_divide", "truediv", "itruediv") and len(node.args) > 1:
             _mark_divisor(graph, node)
             return
@@ -193,6 +197,10 @@ def _mark(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(node)
 
 
+def _name(node: fx.Node) -> str:
+    return node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+
+
 def _mark_divisor(graph: fx.Graph, node: fx.Node) -> None:
     divisor = node.args[1]
     value = divisor.meta.get("example_value") if isinstance(divisor, fx.Node) else None
@@ -200,10 +208,21 @@ def _mark_divisor(graph: fx.Graph, node: fx.Node) -> None:
         divisor = graph.call_function(torch.scalar_tensor, (divisor,), {"dtype": torch.float32})
     elif not isinstance(value, torch.Tensor) or value.requires_grad:
         return
-    if divisor.target is ops.count:
+    if divisor.target is not ops.count:
+        marker = _like(node, graph.call_function(ops.count, (divisor, "found")))
+        node.args = (node.args[0], marker, *node.args[2:])
+
+
+def _mark_compared(graph: fx.Graph, node: fx.Node) -> None:
+    """Mark a number that ``torch.where(number > 0, ...)`` compares with zero."""
+    number = node.args[0]
+    if not any(_name(user) in ("where", "masked_fill") for user in node.users):
         return
-    marker = _like(node, graph.call_function(ops.count, (divisor, "found")))
-    node.args = (node.args[0], marker, *node.args[2:])
+    value = number.meta.get("example_value") if isinstance(number, fx.Node) else None
+    is_number = isinstance(value, torch.Tensor) and not value.dim() and not value.requires_grad
+    if is_number and node.args[1] == 0 and number.target is not ops.count:
+        marker = _like(number, graph.call_function(ops.count, (number, "found")))
+        node.args = (marker, *node.args[1:])
 
 
 def _complement(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _OF_COUNTS = {"clamp", "clamp_min", "clamp_max", "maximum", "minimum"}
 
+COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
+"""With zero they say of a count what they say of its share for each rank."""
+
 _CONVERSIONS = ("_to_copy", "to", "clone", "detach", "alias", "clamp", "clamp_min", "view")
 
 
@@ -52,6 +55,8 @@ def pointwise(samples: Samples, node: fx.Node) -> Value:
         return replace(samples.of(node.args[0]), dims=dims)
     if name == "reciprocal" and inputs[0].is_marked:
         return replace(inputs[0], degrees=frozenset(-degree for degree in inputs[0].degrees))
+    if name in COMPARISONS and inputs[0].is_marked and node.args[1] == 0:
+        return Value(Kind.SAME, dims)  # all ranks' sum is compared, as capture marks it
     if name in ("mul", "div"):
         return _scaled(samples, node, dims)
     if name in ("add", "sub", "rsub"):
