@@ -128,6 +128,16 @@ def test_micro_batches_train_as_one(form):
     check(found, expected)
 
 
+def test_a_sum_of_losses_may_be_beyond_float16():
+    def loss_of(out, b):
+        return F.cross_entropy((out.flatten(0, 1) * 1e5).half(), b["targets"].flatten())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RIGHT, "in float16", loss_of)
+        (loss,), _ = train("in float16", [[batch_of(0)]], {"stage": 0, "loss": "global"})
+    assert 65504 / 18 < loss < 65504
+
+
 class SquaredError(torch.autograd.Function):
     """Divides by a rank's own count in its backward."""
 

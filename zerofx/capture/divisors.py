@@ -292,7 +292,8 @@ def _loss_function(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     result = node.meta.get("example_value")
     dtype = result.dtype if isinstance(result, torch.Tensor) else value.dtype
     if given.get("ignore_index") is not None:
-        total = call("sum")
+        is_small = dtype == torch.float16  # a mean fits where its sum may not
+        total = build.total(call("none"), dtype) if is_small else call("sum")
         number, of = _number_of_targets(build, given)
         return build.mean(total, number, dtype, of)
     if function is F.ctc_loss:
