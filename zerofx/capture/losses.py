@@ -350,8 +350,8 @@ def _spread(
     of = _kind(samples, counts[0])
     reason = f"divides the loss at {source_line(counts[0])}"
     origin = {"role": Role.LOSS_COUNT, "like": counts[0], "reason": reason}
+    means: dict[fx.Node, fx.Node] = {}
     if of == "global":
-        means = {}
         for count in counts:
             given = {leaf: leaf.args[0] for leaf in _leaves(samples, count)}
             with builder.before(count, **origin) as call:
@@ -375,7 +375,6 @@ def _spread(
                 total = call(aten.add.Tensor, total, _as_float(call, _number_of(other)))
             total = call(aten.mul.Tensor, total, data.mine)
             totals.append(call(ops.over_ranks, total, "sum"))
-    means: dict[fx.Node, fx.Node] = {}
     common: fx.Node | None = None
     for count, own in zip(counts, leaves, strict=True):
         others = _read_beside(count, own)

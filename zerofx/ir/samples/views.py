@@ -205,8 +205,8 @@ def gathered(samples: Samples, node: fx.Node) -> Value:
 
 def index_selected(samples: Samples, node: fx.Node) -> Value | list[Value]:
     """Follow what is looked up; of samples, none are taken by their places."""
-    value, at, index = samples.of(node.args[0]), *node.args[1:3]
-    at = at % max(len(value.dims), 1)
+    value, index = samples.of(node.args[0]), node.args[2]
+    at = node.args[1] % max(len(value.dims), 1)
     if value.dims[at : at + 1] != (None,):
         return unknown(samples, node)
     return _indexed(samples, node, [*(None,) * at, index])
