@@ -190,9 +190,12 @@ def attribute_assignments() -> dict[str, str]:
     effects = InstructionTranslator.current_tx().output.side_effects
     found = {}
     for owner, attributes in effects.store_attr_mutations.items():
-        base = getattr(getattr(owner, "source", None), "name", None)
+        try:
+            base = owner.source.name
+        except (AttributeError, NotImplementedError):
+            continue  # an object that the function makes
         for attribute, value in attributes.items():
-            if base is not None and isinstance(value, TensorVariable):
+            if isinstance(value, TensorVariable):
                 is_global = isinstance(owner, NewGlobalVariable)
                 found[base if is_global else f"{base}.{attribute}"] = value.as_proxy().node.name
     return found
