@@ -83,7 +83,7 @@ _CAUSES = (
         "Call scheduler.step() after the compiled step: rates are read when it runs.",
     ),
     _Cause(
-        r"torch\.serialization|qualname: save\b|safetensors",
+        r"torch\.serialization|qualname: save\b|safetensors|OrderedDict.*'_metadata'",
         "It saves or loads a file.",
         "Call zerofx.save(path, model, optimizer) between two steps.",
     ),
@@ -111,7 +111,7 @@ _CAUSES = (
         "out of the program.",
     ),
     _Cause(
-        r"builtin `time\.|datetime|perf_counter",
+        r"builtin `time\.|datetime|perf_counter|a time function",
         "It reads the clock, of which a program would keep the first answer.",
         "Measure around the call of the step.",
     ),
