@@ -210,6 +210,18 @@ def test_the_place_in_the_data_is_one_in_samples(ranks, tmp_path):  # noqa: F811
 
 
 @pytest.mark.nightly
+def test_a_resume_with_fewer_samples_in_an_update_trains_to_max_steps(tmp_path):
+    """After as many epochs as eight updates of half the samples would be."""
+    given = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    zero = {"lowering": "eager", "stage": 1}
+    for batch, checkpoint in ((12, None), (6, str(tmp_path / "checkpoint-4"))):
+        settings = arguments(tmp_path, per_device_train_batch_size=batch, **given)
+        trainer = ZeroTrainer(built(), settings, train_dataset=rows(), zero=zero)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert trainer.state.global_step == 8 == len(logged(trainer, "loss"))
+
+
+@pytest.mark.nightly
 def test_evaluations_and_the_best_model(ranks, tmp_path):  # noqa: F811
     given = {
         "num_train_epochs": 3,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME
 
 import zerofx
 from zerofx.integrations.models import is_peft
@@ -105,6 +108,14 @@ def averaging_as_asked(args: Any) -> Iterator[None]:
         yield
     finally:
         args.average_tokens_across_devices = False
+
+
+def load_schedule(checkpoint: Path, scheduler: Any, step: int) -> None:
+    """Load a schedule, and go to another step where updates have been renumbered."""
+    scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER_NAME, weights_only=True))
+    if scheduler.last_epoch != step and isinstance(scheduler, LambdaLR):
+        scheduler.last_epoch = step - 1
+        scheduler.step()
 
 
 _NEVER_CALLED = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import has_length
@@ -38,6 +38,7 @@ from zerofx.integrations.trainer_parts import (
     check_adapters,
     check_class,
     checked,
+    load_schedule,
 )
 
 check_library(
@@ -80,6 +81,7 @@ class ZeroTrainer(Trainer):
         self._zero_norm: torch.Tensor | None = None
         self._zero_saved: Saved | None = None  # by a checkpoint that is being written
         self._zero_is_whole = True  # what the model's parameters are between calls
+        self._zero_is_resumed = False
         super().__init__(plain(model), *others, **named)
         check_adapters(self.model, self.args)
 
@@ -235,6 +237,7 @@ class ZeroTrainer(Trainer):
         self._zero_saved = None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._zero_is_resumed = True
         if not is_saved_in(resume_from_checkpoint):  # it is Trainer's own
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -245,11 +248,7 @@ class ZeroTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         zerofx.load(self._zero_shards_in(checkpoint), self.model, [self.optimizer.optimizer])
-        scheduler = self.lr_scheduler
-        scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
-        if scheduler.last_epoch != self.state.global_step and isinstance(scheduler, LambdaLR):
-            scheduler.last_epoch = self.state.global_step - 1
-            scheduler.step()
+        load_schedule(Path(checkpoint), self.lr_scheduler, self.state.global_step)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
@@ -264,7 +263,10 @@ class ZeroTrainer(Trainer):
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple:
         values = super().set_initial_training_values(args, dataloader)
         self._zero_steps_in_epoch = values[5] if has_length(dataloader) else None
-        return values
+        is_resumed, self._zero_is_resumed = self._zero_is_resumed, False
+        # Epochs that have been seen may be more than all of it would be with this many samples.
+        epochs = sys.maxsize if is_resumed and args.max_steps > 0 else values[0]
+        return epochs, *values[1:]
 
     def _init_training_state(
         self,
