@@ -179,6 +179,21 @@ def test_a_checkpoint_that_was_written_over_in_part_is_not_loaded(tmp_path, monk
     assert not trainer.model.lm_head.weight.any()
 
 
+@pytest.mark.parametrize("by_the_trainer", (False, True))
+def test_weights_saved_over_a_whole_checkpoint_are_those_that_are_loaded(by_the_trainer, tmp_path):
+    given = arguments(tmp_path, save_only_model=by_the_trainer)
+    trainer = ZeroTrainer(built(), given, train_dataset=rows())
+    zerofx.save(tmp_path / "zero", trainer.model).wait()
+    with torch.no_grad():
+        trainer.model.lm_head.weight.fill_(2)
+    trainer.save_model(str(tmp_path), _internal_call=by_the_trainer)
+    with torch.no_grad():
+        trainer.model.lm_head.weight.zero_()
+    trainer.state.best_model_checkpoint = str(tmp_path)
+    trainer._load_best_model()
+    assert (trainer.model.lm_head.weight == 2).all()
+
+
 @pytest.mark.nightly
 def test_an_epoch_whose_last_update_has_fewer_micro_batches_is_resumed(ranks, tmp_path):  # noqa: F811
     given = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1}

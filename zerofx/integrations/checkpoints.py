@@ -107,6 +107,25 @@ def save_beside(
     return Saved(ranks, token, [place for place, _, _ in parts])
 
 
+def remove_shards(folder: Path, ranks: Ranks) -> None:
+    """Remove the shards beside a model that is written anew without them.  Collective.
+
+    Those that a rank will still read stay, as shards of another save.
+    """
+    unread = set[Path]().union(*ranks.together(in_use))
+
+    def remove() -> None:
+        for path in _places(folder):
+            if path.resolve() not in unread:
+                shutil.rmtree(path)
+        if _places(folder):
+            (folder / _TOKEN_FILE).write_text(_INCOMPLETE)
+        else:
+            (folder / _TOKEN_FILE).unlink(missing_ok=True)
+
+    ranks.on_first(remove)
+
+
 def _new(folder: Path, token: str) -> Path:
     return folder / f"{CHECKPOINT}.{token}"
 

@@ -22,7 +22,7 @@ class Updated(AcceleratedOptimizer):
     """An optimizer, to those who call its ``step`` after the compiled step has done so.
 
     Raises: ValueError for an optimizer that has parameters of its own for evaluation; StepError, by
-    ``step``, where no compiled step has updated.
+    ``step``, where no compiled step has updated, by ``check_again`` where one has already.
     """
 
     has_updated = False
@@ -40,6 +40,13 @@ class Updated(AcceleratedOptimizer):
                 "Compute your loss in compute_loss or loss_and_seen."
             )
         self.has_updated = False
+
+    def check_again(self) -> None:
+        if self.has_updated:
+            raise zerofx.StepError(
+                "training_step was called again for a batch with which its first call has updated: "
+                "call it once, and add up your losses in compute_loss or loss_and_seen."
+            )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         pass
@@ -108,6 +115,14 @@ def averaging_as_asked(args: Any) -> Iterator[None]:
         yield
     finally:
         args.average_tokens_across_devices = False
+
+
+def are_parts(trainer: Any, num_items_in_batch: Any) -> bool:
+    """Return whether losses of micro-batches are parts of one already, and no means."""
+    if getattr(trainer, "loss_is_scaled_for_ga", None) is not None:
+        return trainer.loss_is_scaled_for_ga
+    is_counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+    return is_counted or trainer.compute_loss_func is not None
 
 
 def load_schedule(checkpoint: Path, scheduler: Any, step: int) -> None:

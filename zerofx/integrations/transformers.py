@@ -21,7 +21,14 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import has_length
 
 import zerofx
-from zerofx.integrations.checkpoints import Saved, is_saved_in, save_beside, shards_in, token_in
+from zerofx.integrations.checkpoints import (
+    Saved,
+    is_saved_in,
+    remove_shards,
+    save_beside,
+    shards_in,
+    token_in,
+)
 from zerofx.integrations.models import (
     check_library,
     export_into,
@@ -34,6 +41,7 @@ from zerofx.integrations.models import (
 from zerofx.integrations.trainer_parts import (
     OnShards,
     Updated,
+    are_parts,
     averaging_as_asked,
     check_adapters,
     check_class,
@@ -110,13 +118,10 @@ class ZeroTrainer(Trainer):
         model.train()
         inputs = dict(self._prepare_inputs(inputs))
         is_last = self.accelerator.sync_gradients
-        is_scaled = self._zero_is_scaled(num_items_in_batch)
+        is_scaled = are_parts(self, num_items_in_batch)
         parts = 1 if is_scaled else self.current_gradient_accumulation_steps
-        if is_last and self.optimizer.has_updated:
-            raise zerofx.StepError(
-                "training_step was called again for a batch with which its first call has updated: "
-                "call it once, and add up your losses in compute_loss or loss_and_seen."
-            )
+        if is_last:
+            self.optimizer.check_again()
         if self._zero_update is None:
             # Of the means of several calls nobody knows beforehand what they are divided by.
             is_counted = is_scaled or self.args.gradient_accumulation_steps == 1
@@ -153,13 +158,6 @@ class ZeroTrainer(Trainer):
 
     def measure(self, inputs: dict[str, Any], seen: Any) -> None:
         """Do what the compiled step cannot: read numbers, and log them."""
-
-    def _zero_is_scaled(self, num_items_in_batch: Any) -> bool:
-        """Return whether losses of micro-batches are parts of one already, and no means."""
-        if getattr(self, "loss_is_scaled_for_ga", None) is not None:
-            return self.loss_is_scaled_for_ga
-        is_counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        return is_counted or self.compute_loss_func is not None
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | None:
         return self._zero_norm
@@ -205,6 +203,8 @@ class ZeroTrainer(Trainer):
         """
         folder = Path(output_dir or self.args.output_dir)
         has_adapters, ranks = is_peft(self.model), meet(self.model)
+        if self.args.save_only_model or not _internal_call:
+            remove_shards(folder, ranks)  # or they would be loaded, instead of what is written here
         state = peft_values(self.model, ranks) if has_adapters else {}
 
         def save_on_first() -> None:
