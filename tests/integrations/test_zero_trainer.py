@@ -14,10 +14,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertLMHeadModel,
     LlamaForSequenceClassification,
     Trainer,
     TrainerCallback,
     TrainerState,
+    set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -36,6 +41,7 @@ from tests.kit.trainers import (
     train_on_rank,
 )
 from zerofx.errors import CheckpointError, StepError
+from zerofx.integrations.trainer_parts import explained
 from zerofx.integrations.transformers import ZeroTrainer
 from zerofx.runtime.memory.pages import return_freed_memory
 
@@ -452,6 +458,54 @@ def test_means_of_micro_batches_are_averaged_from_any_checkpoint_on(tmp_path):
     check(found, expected)
     checkpoint = str(tmp_path / "found" / "checkpoint-1")  # the rest of the epoch is one batch
     check(alone(means(ZeroTrainer), tmp_path, given, resume=checkpoint)[0], expected)
+
+
+def bert(kind=BertForSequenceClassification):
+    set_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 32}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": CLASSES}
+    dropout = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    return kind(BertConfig(vocab_size=VOCABULARY, **small, **layers, **dropout))
+
+
+def trainer_of_bert(kind, folder, given, **more):
+    data = [{**row, "labels": number % CLASSES} for number, row in enumerate(rows())]
+    given = arguments(folder, optim="sgd", learning_rate=0.1, **given)
+    return kind(bert(), given, train_dataset=data, eval_dataset=data, **more)
+
+
+def bert_on_rank(folder, given):
+    with as_torchrun():
+        trainer = trainer_of_bert(ZeroTrainer, folder, given, zero={"lowering": "eager"})
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        return [before, *(loss for (loss,) in logged(trainer, "loss"))]
+
+
+@pytest.mark.nightly
+def test_means_of_a_model_that_takes_a_count_and_ignores_it(ranks, tmp_path):  # noqa: F811
+    given = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    found = ranks(2).run(bert_on_rank, str(tmp_path), given, timeout_s=300)
+    alone = trainer_of_bert(Trainer, tmp_path, {"per_device_train_batch_size": 12})
+    expected = [alone.evaluate()["eval_loss"]]
+    alone.train()
+    expected += [loss for (loss,) in logged(alone, "loss")]
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.parametrize("kind", (BertForMaskedLM, BertForSequenceClassification))
+def test_a_loss_of_a_model_that_ignores_the_count_is_a_mean(kind, tmp_path):
+    assert not ZeroTrainer(bert(kind), arguments(tmp_path)).model_accepts_loss_kwargs
+    assert ZeroTrainer(bert(BertLMHeadModel), arguments(tmp_path)).model_accepts_loss_kwargs
+    counting = ZeroTrainer(bert(kind), arguments(tmp_path), compute_loss_func=print)
+    assert counting.model_accepts_loss_kwargs, "it is given the count"
+
+
+def test_a_mean_that_was_taken_for_a_part_is_refused_with_the_remedy():
+    with pytest.raises(StepError) as refused, explained(True):
+        raise StepError("loss=global: gradients of several calls are added up")
+    assert "set loss_is_scaled_for_ga = False in your trainer's class" in refused.value.__notes__[0]
 
 
 class Endless(IterableDataset):

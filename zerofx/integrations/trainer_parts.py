@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,12 +121,67 @@ def averaging_as_asked(args: Any) -> Iterator[None]:
         args.average_tokens_across_devices = False
 
 
+def leave_unwrapped(accelerator: Any) -> None:
+    """Have no DDP around a model; with bf16 its forward, and no more, is under autocast."""
+    prepare = functools.partial(accelerator.prepare_model, device_placement=False)
+    accelerator.prepare_model = lambda model, **_: prepare(model, evaluation_mode=True)
+    accelerator.prepare_optimizer = lambda optimizer, **_: (
+        optimizer if isinstance(optimizer, Updated) else Updated(optimizer)
+    )
+
+
 def are_parts(trainer: Any, num_items_in_batch: Any) -> bool:
     """Return whether losses of micro-batches are parts of one already, and no means."""
     if getattr(trainer, "loss_is_scaled_for_ga", None) is not None:
         return trainer.loss_is_scaled_for_ga
     is_counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
     return is_counted or trainer.compute_loss_func is not None
+
+
+@contextmanager
+def explained(are_parts: bool) -> Iterator[None]:
+    """Say of a loss that is refused, and was to be divided by the number of items, how to go on."""
+    try:
+        yield
+    except zerofx.StepError as error:
+        if are_parts:
+            error.add_note(
+                "Trainer takes this loss for one that is divided by num_items_in_batch. If it is a "
+                "mean of each batch, set loss_is_scaled_for_ga = False in your trainer's class, or "
+                "accepts_loss_kwargs = False in your model's."
+            )
+        raise
+
+
+def has_loss_of(trainer: Any, ours: type) -> bool:
+    """Return whether a trainer's loss is that which its model returns."""
+    kind = type(trainer)
+    own = (
+        kind.compute_loss is not Trainer.compute_loss
+        or kind.loss_and_seen is not ours.loss_and_seen
+    )
+    return not own and trainer.label_smoother is None and trainer.compute_loss_func is None
+
+
+def divides_by_items(model: Any) -> bool:
+    """Return whether a model of transformers divides its loss by ``num_items_in_batch``.
+
+    Trainer believes so of all that take keywords.  Those that do hand them on, with the labels; of
+    the losses of a sequence's class some divide, and regression does not.
+    """
+    model = model.get_base_model() if is_peft(model) else model
+    kind = type(model)
+    if not kind.__module__.startswith("transformers.") or hasattr(model, "accepts_loss_kwargs"):
+        return True
+    if kind.__name__.endswith("ForSequenceClassification"):
+        return False
+    source = textwrap.dedent(inspect.getsource(kind.forward))
+    calls = [call for call in ast.walk(ast.parse(source)) if isinstance(call, ast.Call)]
+    handing_on = [call for call in calls if any(word.arg is None for word in call.keywords)]
+    said = [ast.unparse(call) for call in handing_on]
+    return "num_items_in_batch" in source or any(
+        "labels" in call or "super()" in call for call in said
+    )
 
 
 def load_schedule(checkpoint: Path, scheduler: Any, step: int) -> None:

@@ -6,7 +6,6 @@ from zerofx.integrations.transformers import ZeroTrainer as Trainer
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -40,12 +39,15 @@ from zerofx.integrations.models import (
 )
 from zerofx.integrations.trainer_parts import (
     OnShards,
-    Updated,
     are_parts,
     averaging_as_asked,
     check_adapters,
     check_class,
     checked,
+    divides_by_items,
+    explained,
+    has_loss_of,
+    leave_unwrapped,
     load_schedule,
 )
 
@@ -92,16 +94,13 @@ class ZeroTrainer(Trainer):
         self._zero_is_resumed = False
         super().__init__(plain(model), *others, **named)
         check_adapters(self.model, self.args)
+        if has_loss_of(self, ZeroTrainer) and not divides_by_items(self.model):
+            self.model_accepts_loss_kwargs = False
 
     def create_accelerator_and_postprocess(self) -> None:
         self.args = checked(copy.copy(self.args))
         super().create_accelerator_and_postprocess()
-        # No DDP is around the model; with bf16 its forward, and no more, is under autocast.
-        prepare = functools.partial(self.accelerator.prepare_model, device_placement=False)
-        self.accelerator.prepare_model = lambda model, **_: prepare(model, evaluation_mode=True)
-        self.accelerator.prepare_optimizer = lambda optimizer, **_: (
-            optimizer if isinstance(optimizer, Updated) else Updated(optimizer)
-        )
+        leave_unwrapped(self.accelerator)
 
     def _prepare_for_training(self, *arguments: Any) -> tuple[nn.Module, Any]:
         check_adapters(self.model, self.args)
@@ -127,7 +126,8 @@ class ZeroTrainer(Trainer):
             is_counted = is_scaled or self.args.gradient_accumulation_steps == 1
             options = {"loss": "global" if is_counted else "rank", **self._zero_options}
             self._zero_update = torch.compile(self._zero_step, backend="zero", options=options)
-        loss, norm, seen = self._zero_update(inputs, num_items_in_batch, parts, is_last)
+        with explained(is_scaled):
+            loss, norm, seen = self._zero_update(inputs, num_items_in_batch, parts, is_last)
         self._zero_is_whole = False
         if is_last:
             self._zero_norm, self.optimizer.has_updated = norm, True
