@@ -41,7 +41,7 @@ from tests.kit.trainers import (
     train_on_rank,
 )
 from zerofx.errors import CheckpointError, StepError
-from zerofx.integrations.trainer_parts import explained
+from zerofx.integrations.trainer_parts import averaging_as_asked, explained
 from zerofx.integrations.transformers import ZeroTrainer
 from zerofx.runtime.memory.pages import return_freed_memory
 
@@ -697,6 +697,15 @@ def test_a_model_that_is_sharded_already_is_refused(tmp_path):
     model.lm_head.__class__ = type("FSDPLinear", (FSDPModule, kind), {})
     with pytest.raises(ValueError, match="wrapped in FSDPModule already"):
         ZeroTrainer(model, arguments(tmp_path), train_dataset=rows())
+
+
+def test_arguments_of_another_trainer_average_as_they_were_asked_to(tmp_path):
+    for is_asked in (True, False):
+        given = arguments(tmp_path, average_tokens_across_devices=is_asked)
+        first = ZeroTrainer(built(), given)
+        second = ZeroTrainer(built(), first.args)
+        with averaging_as_asked(second.args):
+            assert second.args.average_tokens_across_devices == is_asked
 
 
 def test_the_averaging_around_a_model_is_left_out(tmp_path):

@@ -106,7 +106,8 @@ def checked(args: Any) -> Any:
         if is_asked:
             raise ValueError(f"ZeroTrainer cannot train with `{name}`: {reason}. Leave it out.")
     args.torch_compile, args.torch_compile_backend = False, None
-    args.zero_averages = args.average_tokens_across_devices
+    if not hasattr(args, "zero_averages"):  # or they are another trainer's, and have been changed
+        args.zero_averages = args.average_tokens_across_devices
     args.average_tokens_across_devices = False  # the compiler counts them, over all ranks
     return args
 
