@@ -310,6 +310,46 @@ def test_all_that_a_trainer_does(ranks, tmp_path):  # noqa: F811
     assert mean == pytest.approx(tested["tested"], rel=1e-5)
 
 
+class Apart(Classifier):
+    """Begins on each rank with other weights."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.constant_(self.net[0].bias, 1.0 + dist.get_rank())
+
+    def predict_step(self, batch, batch_idx):
+        return self.net[0].bias.mean().item()
+
+
+def before_a_fit(folder):
+    with as_torchrun():
+        return trainer_of(folder, strategy_of(), _ranks()).predict(Apart(), batches(12))
+
+
+@pytest.mark.slow(reason="two ranks of Lightning's Trainer")
+def test_an_evaluation_before_a_training_is_of_the_first_ranks_weights(ranks, tmp_path):  # noqa: F811
+    assert ranks(2).run(before_a_fit, str(tmp_path)) == [[1.0], [1.0]]
+
+
+def several_trainers_and_modules(folder):
+    """Train a module, and have another trainer test it; have the first one fit another module."""
+    with as_torchrun():
+        given = {"max_steps": 1, "precision": "64-true"}
+        trainer, model = trainer_of(folder, strategy_of(), 1, **given), Classifier()
+        trainer.fit(model, batches(8))
+        other = Classifier()
+        trainer.fit(other, batches(8))  # it has made its one step
+        again = trainer_of(folder, strategy_of(), 1, **given)
+        (tested,) = again.test(model, batches(8), verbose=False)
+        return tested["tested"], other.net[0].weight.dtype
+
+
+@pytest.mark.nightly
+def test_a_module_is_in_shards_for_any_trainer_and_another_is_not(ranks, tmp_path):  # noqa: F811
+    (found,) = ranks(1).run(several_trainers_and_modules, str(tmp_path), timeout_s=300)
+    assert found == (pytest.approx(1.1, abs=0.5), torch.float64)
+
+
 def refuse(*arguments, **named):
     raise OSError("No space left on device")
 

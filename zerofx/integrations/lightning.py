@@ -13,12 +13,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zerofx
+from zerofx.checkpoint.contents import bound_parameters
 from zerofx.integrations.checkpoints import TOKEN, is_saved_in, save_beside, shards_in
 from zerofx.integrations.default_dtype import DTYPES, DefaultDtype
 from zerofx.integrations.fabric import REST
@@ -62,9 +64,11 @@ class ZeroStrategy(DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         is_training = trainer.state.fn == TrainerFn.FITTING
+        self._is_sharded = bool(bound_parameters(self._module))  # another trainer may have done it
         if not self._is_sharded:
             self.model = self.precision_plugin.convert_module(plain(self._module))
             self.model_to_device()
+            _sync_module_states(self.model)
         if is_training:
             check(trainer, self._module)
             if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
