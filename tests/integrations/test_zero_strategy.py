@@ -431,6 +431,16 @@ REFUSED = {
     "Watches": (Classifier, {"callbacks": [Watches()]}, "Watches.on_before_optimizer_step: grad"),
     "OwnUpdate": (OwnUpdate, {}, "OwnUpdate.optimizer_step: gradients are nowhere but inside"),
     "Before": (Classifier, {"callbacks": [Before()]}, "Before.on_before_backward: gradients are"),
+    "set on an instance": (
+        Classifier,
+        {"callbacks": [pl.callbacks.LambdaCallback(on_after_backward=print)]},
+        "LambdaCallback.on_after_backward: gradients are nowhere but inside",
+    ),
+    "sent by DDP": (
+        Classifier,
+        {"strategy": ZeroStrategy(ddp_comm_hook=print)},
+        "ddp_comm_hook: the compiled step sends gradients, and no DDP does",
+    ),
     "averaged": (
         Classifier,
         {"callbacks": [pl.callbacks.StochasticWeightAveraging(1e-2)]},
@@ -447,12 +457,11 @@ def refusal(case, folder):
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=2,
-            strategy=strategy_of(),
             default_root_dir=folder,
             logger=False,
             enable_checkpointing=False,
             max_steps=1,
-            **given,
+            **{"strategy": strategy_of(), **given},
         )
         errors = (ValueError, RuntimeError, MisconfigurationException)
         return str(pytest.raises(errors, trainer.fit, kind(), batches(4)).value)

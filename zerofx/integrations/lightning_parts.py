@@ -15,30 +15,40 @@ _HOOKS = (
     *("on_after_backward", "on_before_optimizer_step"),
 )
 _METHODS = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
+_OF_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+
+
+_NO_DDP = (
+    "the compiled step sends gradients, and no DDP does; leave it out, "
+    "zero={'reduce_wire': 'bfloat16'} sends fewer bits"
+)
 
 
 def check(trainer: Any, module: pl.LightningModule) -> None:
     """Raises: ValueError for what is done otherwise here."""
 
     def overridden(one: Any, base: type, names: tuple[str, ...]) -> str:
-        found = [name for name in names if getattr(type(one), name) is not getattr(base, name)]
+        methods = [(name, getattr(getattr(one, name), "__func__", None)) for name in names]
+        found = [name for name, method in methods if method is not getattr(base, name)]
         return ", ".join(f"{type(one).__name__}.{name}" for name in found)
 
     inside = "gradients are nowhere but inside of the compiled step"
-    methods = overridden(module, pl.LightningModule, (*_HOOKS, *_METHODS))
+    own = overridden(module, pl.LightningModule, (*_HOOKS, *_METHODS))
     callbacks = [overridden(one, pl.Callback, _HOOKS) for one in trainer.callbacks]
     kinds = (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging)
     averages = [type(one).__name__ for one in trainer.callbacks if isinstance(one, kinds)]
     precision = trainer.precision_plugin.precision
     sync = trainer.strategy._layer_sync
+    hooks = {name: getattr(trainer.strategy, f"_{name}") for name in _OF_DDP}
     for name, is_asked, reason in (
         (
             "automatic_optimization=False",
             not module.automatic_optimization,
             'compile your step yourself, with torch.compile(step, backend="zero")',
         ),
-        (methods, methods, inside),
+        (own, own, inside),
         *((names, names, inside) for names in callbacks),
+        *((name, given is not None, _NO_DDP) for name, given in hooks.items()),
         (
             ", ".join(averages),
             averages,
