@@ -401,11 +401,31 @@ def misused():
 
         with pytest.raises(Exception, match="put it around the call"):
             step(x, y)
+        with pytest.raises(StepError, match=r"behind the loop: while zerofx\.no_data\(step\)"):
+            loop.accelerator.join_uneven_inputs([loop.model], even_batches=False)
         sharded = fully_shard(nn.Linear(2, 2))
         with pytest.raises(ValueError, match="wrapped in .* already.*give the plain one"):
             loop.accelerator.prepare(sharded)
         wrapped = nn.Linear(2, 2)
         assert loop.accelerator.prepare(nn.parallel.DistributedDataParallel(wrapped)) is wrapped
+
+
+def without_batches_at_the_end():
+    with as_torchrun():
+        loop = Loop(4, {"uneven": 1, "stage": 3})
+        seen = list(loop.loader)
+        rank = loop.accelerator.process_index
+        for x, y in seen[: 2 - rank]:
+            loop.step(x, y)
+        others = []
+        while number := zerofx.no_data(loop.step):
+            others.append(number)
+        return others
+
+
+@pytest.mark.slow(reason="two ranks compile a step")
+def test_a_rank_without_batches_goes_with_the_others(ranks):  # noqa: F811
+    assert ranks(2).run(without_batches_at_the_end) == [[], [1]]
 
 
 def test_what_belongs_elsewhere_is_said(ranks):  # noqa: F811

@@ -92,7 +92,7 @@ class ZeroAccelerator(Accelerator):
         """
         compiled = torch.compile(step, backend="zero", options=self._zero)
 
-        @functools.wraps(step)
+        @functools.wraps(compiled)  # with its marks, by which zerofx.no_data knows a step
         def call(*arguments: Any, **named: Any) -> Any:
             self._is_last = self.gradient_state.sync_gradients
             return compiled(*arguments, **named)
@@ -126,6 +126,18 @@ class ZeroAccelerator(Accelerator):
                 "decorates, together with the forward pass in front of it and the update behind it."
             )
         (loss / self.gradient_accumulation_steps).backward(**named)
+
+    def join_uneven_inputs(
+        self, joinables: Any, even_batches: bool | None = None
+    ) -> AbstractContextManager:
+        """Join nothing, in one process.  Raises: StepError in several."""
+        if self.num_processes > 1:
+            raise zerofx.StepError(
+                "accelerator.join_uneven_inputs joins what DDP sends, and no DDP is here: leave it "
+                "out, and ranks have equally many batches; or, with even_batches=False, give "
+                "zero={'uneven': 1}, and behind the loop: while zerofx.no_data(step): pass"
+            )
+        return super().join_uneven_inputs(joinables, even_batches)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         return clip_grad_norm_(parameters, max_norm, norm_type)
