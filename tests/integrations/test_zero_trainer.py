@@ -526,6 +526,29 @@ def test_data_without_a_length_go_on_where_trainers_do(tmp_path):
     assert begin[0] == begin[1] == (0, 4)
 
 
+def test_the_best_checkpoint_is_not_saved_over_with_lower_numbers(tmp_path):
+    """Twelve updates of two samples are six of four."""
+    old = tmp_path / "old"
+    for name in ("checkpoint-8", "checkpoint-12"):
+        (old / name).mkdir(parents=True)
+    best = {"best_global_step": 8, "best_model_checkpoint": str(old / "checkpoint-8")}
+    state = TrainerState(epoch=1.0, global_step=12, train_batch_size=2, **best)
+    state.save_to_json(str(old / "checkpoint-12" / TRAINER_STATE_NAME))
+
+    def begin_in(folder):
+        given = arguments(folder, per_device_train_batch_size=4, num_train_epochs=2)
+        trainer = ZeroTrainer(built(), given, train_dataset=rows())
+        trainer.set_initial_training_values(given, trainer.get_train_dataloader())
+        assert trainer._init_training_state(12, 6, 2, str(old / "checkpoint-12"), None) == (1, 0)
+        return trainer.state
+
+    with pytest.raises(ValueError, match=r"checkpoint-8 is the best so far.*another output_dir"):
+        begin_in(old)
+    begun = begin_in(tmp_path / "new")
+    assert (begun.global_step, begun.best_global_step) == (6, None)
+    assert begun.best_model_checkpoint == str(old / "checkpoint-8")
+
+
 def predicts(kind):
     class Predicts(kind):
         def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

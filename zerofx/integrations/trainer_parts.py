@@ -185,6 +185,22 @@ def divides_by_items(model: Any) -> bool:
     )
 
 
+def renumber(state: Any, step: int, args: Any) -> None:
+    """Go on with another number of updates.  Raises: ValueError where the best would be lost."""
+    if step < state.global_step:
+        best = Path(state.best_model_checkpoint or "")
+        number = best.name.removeprefix("checkpoint-")
+        in_the_way = best.parent.resolve() == Path(args.output_dir).resolve()
+        if in_the_way and number.isdecimal() and int(number) > step:
+            raise ValueError(
+                f"{best} is the best so far, and this training, of more samples an update, goes "
+                f"on from update {step}: it would save its own {best.name} in its place. Give "
+                "another output_dir, and the path of the checkpoint to resume from."
+            )
+        state.best_global_step = None  # a folder of that number is another one from now on
+    state.global_step = step
+
+
 def load_schedule(checkpoint: Path, scheduler: Any, step: int) -> None:
     """Load a schedule, and go to another step where updates have been renumbered."""
     scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER_NAME, weights_only=True))

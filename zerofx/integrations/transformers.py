@@ -49,6 +49,7 @@ from zerofx.integrations.trainer_parts import (
     has_loss_of,
     leave_unwrapped,
     load_schedule,
+    renumber,
 )
 
 check_library(
@@ -287,7 +288,7 @@ class ZeroTrainer(Trainer):
         micro_batches = self.args.gradient_accumulation_steps
         steps = round(share * steps_in_epoch) // micro_batches
         if self.args.max_steps <= 0:  # it ends with an epoch, whose steps are others now
-            self.state.global_step = int(epoch) * num_update_steps_per_epoch + steps
+            renumber(self.state, int(epoch) * num_update_steps_per_epoch + steps, self.args)
         return int(epoch), 0 if self.args.ignore_data_skip else steps * micro_batches
 
 
