@@ -154,7 +154,7 @@ def explained(are_parts: bool) -> Iterator[None]:
         raise
 
 
-def has_loss_of(trainer: Any, ours: type) -> bool:
+def has_loss_of(trainer: Any, ours: Any) -> bool:
     """Return whether a trainer's loss is that which its model returns."""
     kind = type(trainer)
     own = (
