@@ -180,17 +180,39 @@ def test_a_backends_own_collectives_mean_the_same(ranks):
     ranks(3).run(check_native_transport)
 
 
-def test_nccl_averages_by_itself(monkeypatch):
-    """A sum in fp16 overflows where the mean does not, and a division is a kernel more."""
-    asked, group = [], SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+def of_nccl(monkeypatch, world_size):
+    """Return a communicator whose group records the operations that it is asked for, and these."""
+    asked, group = [], SimpleNamespace(size=lambda: world_size, rank=lambda: 0)
     monkeypatch.setattr(communication, "_backend_for", lambda device, group: "nccl")
     monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: asked.append(a[1]))
     monkeypatch.setattr(compat.tensors, "start_reduce_scatter", lambda *a, **k: asked.append(a[2]))
-    comm, flat = Communicator(group), torch.full((4,), 6e4, dtype=torch.float16)
+    return Communicator(group), asked
+
+
+def test_nccl_averages_by_itself(monkeypatch):
+    """A sum in fp16 overflows where the mean does not, and a division is a kernel more."""
+    comm, asked = of_nccl(monkeypatch, 2)
+    flat = torch.full((4,), 6e4, dtype=torch.float16)
     assert comm.wait(comm.all_reduce_start(flat, "mean")).equal(flat)
     comm.wait(comm.reduce_scatter_start(flat, "mean", 2))
     comm.wait(comm.reduce_scatter_start(flat, "sum", 2))
     assert asked == [dist.ReduceOp.AVG, dist.ReduceOp.AVG, dist.ReduceOp.SUM]
+
+
+@pytest.mark.parametrize("world_size", (3, 4, 6, 8))
+def test_nccl_averages_in_bf16_only_where_the_factor_is_exact(monkeypatch, world_size):
+    """It multiplies by 1/N in the tensor's dtype: in bf16 a third is 0.2 % too large."""
+    comm, asked = of_nccl(monkeypatch, world_size)
+    factor = torch.tensor(1 / world_size, dtype=torch.bfloat16)
+    averages = factor.item() * world_size == 1
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        flat = torch.ones(2 * world_size, dtype=dtype)
+        by_itself = averages or dtype != torch.bfloat16
+        divided = flat if by_itself else flat / world_size
+        assert comm.wait(comm.all_reduce_start(flat, "mean")).equal(divided)
+        comm.wait(comm.reduce_scatter_start(flat, "mean", world_size))
+        assert asked == [dist.ReduceOp.AVG if by_itself else dist.ReduceOp.SUM] * 2
+        asked.clear()
 
 
 def check_cuts():
