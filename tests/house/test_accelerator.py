@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zerofx.checkpoint.contents as contents
 import zerofx.runtime.comm.communication as communication
@@ -164,6 +165,32 @@ def test_a_machine_without_one_has_no_kind(monkeypatch):
 def test_an_accelerator_that_is_not_cuda_needs_nothing_of_cuda(monkeypatch):
     for module in (contents, memory):
         monkeypatch.setattr(module, "kind", lambda: "mps")
-    assert "mps" not in contents.rng_state()
+    assert "mps" not in contents.rng_state(torch.nn.Linear(1, 1))
     values = memory.HostMemory().empty(4096, torch.float32, pinned=True)
     assert not values.is_pinned()
+
+
+def test_random_numbers_are_those_of_the_models_device(monkeypatch):
+    """A rank may compute on another device than its current one."""
+    generators = {number: torch.Generator().manual_seed(number) for number in (0, 3)}
+
+    def of(device="cuda"):
+        return generators[torch.device(device).index or 0]  # the current one is the first
+
+    device_module = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_rng_state=lambda *device: of(*device).get_state(),
+        set_rng_state=lambda state, *device: of(*device).set_state(state),
+    )
+    monkeypatch.setattr(contents, "kind", lambda: "cuda")
+    monkeypatch.setattr(contents, "module_of", lambda device: device_module)
+    with FakeTensorMode():
+        parameter = torch.nn.Parameter(torch.empty(1, device="cuda:3"))
+    model = torch.nn.ParameterList([parameter])
+    state, other = contents.rng_state(model), generators[0].get_state()
+    assert state["cuda"].equal(generators[3].get_state())
+    drawn = torch.rand(4, generator=generators[3])
+    contents.set_rng_state(state, model)
+    assert torch.rand(4, generator=generators[3]).equal(drawn)
+    assert generators[0].get_state().equal(other)
+    assert contents.rng_state(torch.nn.Linear(1, 1))["cuda"].equal(other)  # computes on the CPU

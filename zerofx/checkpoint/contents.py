@@ -177,7 +177,7 @@ class Contents:
         errors = self._errors(model)
         if errors:
             found[ERRORS] = {str(self.rank): errors}
-        found[RNG] = {str(self.rank): encode(rng_state(), "the state of random numbers")}
+        found[RNG] = {str(self.rank): encode(rng_state(model), "the state of random numbers")}
         if extra is not None:
             found[EXTRA] = {name: self._extra(name, value) for name, value in extra.items()}
         self._copy()
@@ -435,16 +435,16 @@ class Contents:
         return encode(value, f"extra[{name!r}]")
 
 
-def rng_state() -> dict[str, Any]:
+def rng_state(model: nn.Module) -> dict[str, Any]:
     """Return the states of the global generators of torch, Python and numpy, as plain data.
 
-    Of accelerators the current one's, if its module says that it is in use (MPS's says nothing);
-    numpy's if it is imported.
+    Of accelerators that of the model's device, or of the current one if the model is on none: if
+    the kind's module says that it is in use (MPS's says nothing).  numpy's if it is imported.
     """
     state: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
-    device = kind()
-    if device is not None and getattr(module_of(torch.device(device)), "is_initialized", bool)():
-        state[device] = module_of(torch.device(device)).get_rng_state()
+    device = _accelerator_of(model)
+    if device is not None and getattr(module_of(device), "is_initialized", bool)():
+        state[device.type] = module_of(device).get_rng_state(device)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, *others = numpy.random.get_state()
@@ -452,15 +452,25 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any], model: nn.Module) -> None:
     """Let the generators go on from states that ``rng_state`` has returned."""
     torch.set_rng_state(state["cpu"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    device = kind()
-    if device in state:
-        module_of(torch.device(device)).set_rng_state(state[device])
+    device = _accelerator_of(model)
+    if device is not None and device.type in state:
+        module_of(device).set_rng_state(state[device.type], device)
     numpy = sys.modules.get("numpy")
     if "numpy" in state and numpy is not None:
         name, keys, *others = state["numpy"]
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *others))
+
+
+def _accelerator_of(model: nn.Module) -> torch.device | None:
+    """Return the accelerator that a model computes on; the current one if it is on the CPU."""
+    name = kind()
+    if name is None:
+        return None
+    computing = [bound.info.device for bound in bound_parameters(model)]
+    devices = [*computing, *(parameter.device for parameter in model.parameters())]
+    return next((one for one in devices if one.type == name), torch.device(name))

@@ -117,7 +117,7 @@ def resume(
             continue
         extra = reading.read_on()
         if reading.rng is not None:
-            set_rng_state(reading.rng)
+            set_rng_state(reading.rng, model)
         else:
             logger.warning("%s is of other ranks: random numbers go on as seeded", path)
         return extra
