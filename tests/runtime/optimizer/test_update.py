@@ -452,6 +452,15 @@ def test_a_plain_fused_optimizer_counts_on_the_device_again():
     assert optimizer.state[parameter]["step"].is_meta
 
 
+def test_an_eager_fused_step_at_stage_0_counts_on_the_device():
+    parameter = nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = optim.AdamW([parameter], capturable=True)
+    attach_optimizer(optimizer)
+    optimizer.state[parameter] = {"step": torch.tensor(2.0)}  # as a compiled step leaves it
+    optimizer.step()
+    assert optimizer.state[parameter]["step"].is_meta
+
+
 @pytest.mark.parametrize("case", ["adamw", "lion", "rprop"])
 def test_shard_of_length_zero(case):
     ranks = compare(CASES[case], [torch.zeros(0, 4)], steps=3)

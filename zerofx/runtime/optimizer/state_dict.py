@@ -159,9 +159,10 @@ class OptimizerAttachment:
         return whole
 
     def on_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Refuse an eager ``optimizer.step()``; compiled steps do not run hooks."""
+        """Refuse an eager ``optimizer.step()`` but at stage 0; compiled steps do not run hooks."""
         bounds = self.bounds(optimizer)
         if not bounds:
+            _count_on_device(optimizer)
             return
         raise RuntimeError(
             f"an eager optimizer.step() would update whole parameters, and ZeRO stage "
@@ -340,13 +341,18 @@ def _as_plain(state: Mapping[str, Any], bound: ParameterState) -> dict[str, Any]
     }
 
 
-def unshard_states(optimizer: Optimizer, bounds: list[ParameterState]) -> None:
-    """Make the states of these parameters whole, as plain torch has them.  Collective."""
-    for group in optimizer.param_groups:  # such a step counts on the device
+def _count_on_device(optimizer: Optimizer) -> None:
+    """Have ``step`` where a fused or capturable step reads it; compiled ones keep it on the CPU."""
+    for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") or group.get("capturable") else ():
             state = optimizer.state.get(parameter, {})
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].to(parameter.device)
+
+
+def unshard_states(optimizer: Optimizer, bounds: list[ParameterState]) -> None:
+    """Make the states of these parameters whole, as plain torch has them.  Collective."""
+    _count_on_device(optimizer)
     attachment = REGISTRY.attached.get(optimizer)
     if attachment is None:
         return
