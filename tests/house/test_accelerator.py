@@ -20,9 +20,12 @@ from zerofx import accelerator, compat
 from zerofx.accelerator import check_copies_beside, is_accelerator, kind, module_of
 from zerofx.checkpoint.barrier import Saving
 from zerofx.errors import StepError
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.comm.communication import TORCHRUN_VARIABLES, default_group
 from zerofx.runtime.memory.flat import with_own_storage
 from zerofx.runtime.parameters import snapshots
+from zerofx.runtime.parameters.parameter import ShardBucket
+from zerofx.runtime.storage.bucket import ValueBucket
 from zerofx.worker import Worker
 
 
@@ -168,6 +171,15 @@ def test_an_accelerator_that_is_not_cuda_needs_nothing_of_cuda(monkeypatch):
     assert "mps" not in contents.rng_state(torch.nn.Linear(1, 1))
     values = memory.HostMemory().empty(4096, torch.float32, pinned=True)
     assert not values.is_pinned()
+
+
+def test_host_memory_is_pinned_for_values_that_an_accelerator_uses(monkeypatch):
+    """And not because the machine has one: a training on its CPU leaves that alone."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    for device in map(torch.device, ("cpu", "cuda:1")):
+        info = ParameterInfo(0, "w", (4,), (1,), torch.float32, device, True, 1)
+        buckets = [ShardBucket(None, "", [info]), ValueBucket(None, "", 4, device)]
+        assert [bucket.is_pinned for bucket in buckets] == [device.type == "cuda"] * 2
 
 
 def test_random_numbers_are_those_of_the_models_device(monkeypatch):

@@ -119,7 +119,8 @@ class ProgramFiles:
         for slot, nbytes in sizes.items():
             if (self.tier, slot) not in self.copies.slots:
                 name = self.tier.name(f"activation {slot}")
-                self.copies.slots[self.tier, slot] = ValueBucket(self.tier, name, nbytes)
+                bucket = ValueBucket(self.tier, name, nbytes, self.table[0].device)
+                self.copies.slots[self.tier, slot] = bucket
 
     def _buckets_of(self, use: _Use) -> list[Bucket]:
         if use.optimizer is not None:
@@ -244,7 +245,7 @@ class ProgramFiles:
         bucket = self.copies.slots[self.tier, slot]
         nbytes = self.copies.span_bytes(value)
         if nbytes > bucket.num_bytes:
-            padded = ValueBucket(self.tier, bucket.name, nbytes).layout.nbytes
+            padded = ValueBucket(self.tier, bucket.name, nbytes, bucket.device).layout.nbytes
             self.tier.grow(bucket, nbytes, self._most_in_use({bucket: padded}))
         host = self.copies.offload_start(value, slot, self.tier)
         self._values[id(host)] = host, bucket

@@ -71,7 +71,6 @@ class StateBucket(Bucket):
     """
 
     what = "optimizer states"
-    is_copied_by_gpu = False  # updates run on the CPU
 
     def __init__(
         self,

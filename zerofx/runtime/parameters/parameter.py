@@ -337,6 +337,7 @@ class ShardBucket(Bucket):
     def __init__(self, place: Place, name: str, infos: Sequence[ParameterInfo]) -> None:
         numels = tuple((number, info.kept.shard_numel) for number, info in enumerate(infos))
         super().__init__(place, name, (Part("shard", infos[0].dtype, numels),))
+        self.device = infos[0].device
         self._bounds: list[weakref.ref[ParameterState]] = []
         self._has_new = False
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zerofx.accelerator import kind
+from zerofx.accelerator import is_accelerator
 from zerofx.runtime.storage.disk import BucketLayout, Key, Part
 
 
@@ -54,14 +54,14 @@ class Bucket:
     """Tensors that lie in a ``place`` together, for a user that lets go of them.
 
     A use is ``acquire``, which has the user find them in memory, then ``release``, which takes
-    them back.  ``name`` is theirs among files.  ``what`` says in words what the bucket holds;
-    ``optimizer`` gives the optimizer into which a checkpoint has to be loaded when that is lost, if
-    there is one.
+    them back.  ``name`` is theirs among files, ``device`` where they are used.  ``what`` says in
+    words what the bucket holds; ``optimizer`` gives the optimizer into which a checkpoint has to be
+    loaded when that is lost, if there is one.
     """
 
     what = "values"
     outlives_steps = True
-    is_copied_by_gpu = True
+    device = torch.device("cpu")
     optimizer: Callable[[], torch.optim.Optimizer | None] = staticmethod(lambda: None)
 
     def __init__(self, place: Place, name: str, parts: tuple[Part, ...]) -> None:
@@ -80,7 +80,7 @@ class Bucket:
 
     @property
     def is_pinned(self) -> bool:
-        return self.is_copied_by_gpu and kind() is not None
+        return is_accelerator(self.device)  # which copies them by itself
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +122,7 @@ class Bucket:
 
 
 class ValueBucket(Bucket):
-    """Room for one saved value of a step at a time, of at most ``num_bytes``.
+    """Room for one saved value of a step on ``device`` at a time, of at most ``num_bytes``.
 
     ``memory`` is where it lies while something uses it, uint8[num_bytes].
     """
@@ -130,8 +130,9 @@ class ValueBucket(Bucket):
     what = "activations"
     outlives_steps = False
 
-    def __init__(self, place: Place, name: str, num_bytes: int) -> None:
+    def __init__(self, place: Place, name: str, num_bytes: int, device: torch.device) -> None:
         super().__init__(place, name, ())
+        self.device = device
         self.resize(num_bytes)
 
     def resize(self, num_bytes: int) -> None:

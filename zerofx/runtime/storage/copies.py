@@ -44,7 +44,7 @@ class Copies:
         """
         first = pieces[0]
         nbytes = sum(piece.numel() for piece in pieces) * first.itemsize
-        buffer = self._slot(place or self.memory, slot, nbytes).acquired()
+        buffer = self._slot(place or self.memory, slot, nbytes, first.device).acquired()
         into = buffer[:nbytes].view(first.dtype)
         if is_accelerator(first.device):
             # What was there may not have left yet, if it was copied for a call on another stream.
@@ -155,11 +155,12 @@ class Copies:
                 _complete(event)
         self._started.clear()
 
-    def _slot(self, place: Place, slot: int, nbytes: int) -> ValueBucket:
+    def _slot(self, place: Place, slot: int, nbytes: int, device: torch.device) -> ValueBucket:
         """The staging buffer of this number, as large as it has ever had to be."""
         bucket = self.slots.get((place, slot))
         if bucket is None:
-            bucket = self.slots[place, slot] = ValueBucket(place, f"staging buffer {slot}", nbytes)
+            bucket = ValueBucket(place, f"staging buffer {slot}", nbytes, device)
+            self.slots[place, slot] = bucket
         elif bucket.num_bytes < nbytes:
             bucket.resize(nbytes)
         return bucket

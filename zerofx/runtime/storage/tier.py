@@ -193,7 +193,7 @@ class FileTier:
         Raises: StepError if there is none; nothing has changed then.
         """
         with self._lock:
-            larger = ValueBucket(self, bucket.name, num_bytes)
+            larger = ValueBucket(self, bucket.name, num_bytes, bucket.device)
             self._check_cache([larger], in_use_bytes)
             try:
                 self.store.lay_out_anew(larger.layout)
