@@ -63,9 +63,15 @@ def _makes_a_value(node: fx.Node, device: torch.device) -> bool:
     maker = node.args[0] if node.target is operator.getitem else node
     if not isinstance(maker.target, torch._ops.OpOverload) or ops.is_ours(maker.target):
         return False
+    if not value.is_floating_point() and _has_dropout(maker):
+        return False  # a seed or its offset, on the CPU whatever the fake one says
     if mutated_inputs(maker) or memory_of(node) - {node, maker} or aliased_inputs(maker):
         return False
     return value.layout is torch.strided and value.device == device and hinted_bytes(node) > 0
+
+
+def _has_dropout(maker: fx.Node) -> bool:
+    return any(argument.name == "dropout_p" for argument in maker.target._schema.arguments)
 
 
 def _between_its_readers(node: fx.Node, order: dict[fx.Node, int]) -> Activation | None:

@@ -1,6 +1,7 @@
 """The pass ``offload_activations``: what leaves between forward and backward, and when."""
 
 import functools
+import operator
 import re
 
 import pytest
@@ -48,7 +49,7 @@ from zerofx.ir.offload import slot_of
 from zerofx.ir.roles import provenance
 from zerofx.ir.sizes import hinted_bytes
 from zerofx.passes.offload import offload_activations
-from zerofx.passes.offload.activations import Activation, saved_activations
+from zerofx.passes.offload.activations import Activation, _makes_a_value, saved_activations
 from zerofx.passes.offload.offload_schedule import MOST_LEAVING, Lanes, fit, worth_it
 from zerofx.verify.verifier import verify
 
@@ -318,6 +319,21 @@ def test_of_several_results_of_one_operator_each_may_leave():
     program = rewritten(gpt_step(), stage=0, **OFFLOADED)
     makers = [value.args[0] for value in moved(program) if len(value.all_input_nodes) == 1]
     assert max(makers.count(maker) for maker in makers) > 1
+
+
+def test_seeds_of_attention_stay():
+    """With dropout it gives back seed and offset, which lie on the CPU whatever the fake says."""
+    graph = torch.fx.Graph()
+    query = graph.placeholder("query")
+    query.meta["val"] = torch.empty(1, 2, 8, 8, device="meta")
+    attend = aten._scaled_dot_product_efficient_attention.default
+    made = graph.call_function(attend, (query, query, query, None, True, 0.1))
+    made.meta["val"] = attend(*[query.meta["val"]] * 3, None, True, 0.1)
+    for at, value in enumerate(made.meta["val"]):
+        part = graph.call_function(operator.getitem, (made, at))
+        part.meta["val"] = torch.empty(2, dtype=value.dtype, device="meta")
+    parts = [node for node in made.users if _makes_a_value(node, torch.device("meta"))]
+    assert [node.args[1] for node in parts] == [0, 1]
 
 
 def test_small_values_stay(monkeypatch):
