@@ -61,13 +61,22 @@ def test_a_fork_does_not_copy_pinned_memory(monkeypatch):
 
 
 def test_memory_that_cuda_does_not_pin_is_an_error(monkeypatch):
+    """CUDA keeps it for the next launch that is checked on this thread: no other may meet it."""
+    last_errors = []
+
     class Cudart:
         def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+            last_errors.append(2)
             return 2
 
+    def zeros(_numel, device):
+        raise RuntimeError(f"CUDA error on {device}: {last_errors.pop()}")
+
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch, "zeros", zeros)
     with pytest.raises(RuntimeError, match=f"pin {PAGE_BYTES} bytes.*error 2.*ulimit -l"):
         aligned_empty(PAGE_BYTES, pinned=True)
+    assert not last_errors
 
 
 def test_what_is_large_enough_is_copied_to_huge_pages_and_nothing_else():

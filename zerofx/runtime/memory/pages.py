@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -123,6 +124,9 @@ def _pin(address: int, nbytes: int) -> Callable[[int], object]:
     cudart = torch.cuda.cudart()
     code = int(cudart.cudaHostRegister(address, nbytes, 0))
     if code != 0:
+        # CUDA keeps the error for this thread's next check of a launch, which clears it by raising.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
         raise RuntimeError(
             f"CUDA refused to pin {nbytes} bytes of host memory (cudaHostRegister: error {code})."
             " Lower the host memory bound, or raise the limit of locked memory (ulimit -l)"
