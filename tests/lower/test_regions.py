@@ -20,7 +20,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx  # noqa: F401 - makes the backend known
+from tests.kit.coded_reductions import NODES, wide_mlp
 from tests.kit.covering import first
+from tests.kit.programs import rewritten
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx import compat
 from zerofx.lower.lowering import lower
@@ -91,6 +93,28 @@ def test_a_region_may_read_a_view_of_a_larger_tensor():
     found, mean = lowered(batch.chunk(2)[1], weight)
     torch.testing.assert_close(found, batch[4:] @ weight)
     torch.testing.assert_close(mean, (batch[4:] @ weight).mean())
+
+
+@pytest.mark.parametrize(("stage", "axes"), [(0, ()), (1, ()), (3, ()), (1, NODES), (3, NODES)])
+def test_regions_that_replicas_have_alike_add_up_in_one_order(stage, axes):
+    """Norms of averaged gradients: Inductor would time its configurations on each rank."""
+    captured = wide_mlp(axes=axes, clip=True)
+    regions = lowered_with_regions(rewritten(captured, stage=stage).gm).children()
+    marked = [one for one in regions if compat.inductor.ALIKE in one.text]
+    targets = {node.target for one in marked for node in one.gm.graph.nodes}
+    assert (aten.linalg_vector_norm.default in targets) is (stage == 0 or bool(axes))
+    assert aten.mm.default not in targets, "nothing of forward and backward"
+
+
+def test_they_try_no_configurations_on_an_accelerator():
+    patches, meta = compat.inductor._patches, [torch.empty(2, device="meta")]
+    graph = fx.Graph()
+    graph.output(values := graph.placeholder("values"))
+    gm = fx.GraphModule({}, graph)
+    assert "deterministic" not in patches(gm, meta)
+    compat.inductor.mark_alike(values)
+    assert patches(gm, meta)["deterministic"]
+    assert "deterministic" not in patches(gm, [torch.empty(2)]), "numbers on a CPU stay as they are"
 
 
 # Memory that dies in a region is its results'.  A write, as of ``box``, ends one.

@@ -13,7 +13,7 @@ import pickletools
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,14 @@ def mark_emptied(placeholder: torch.fx.Node) -> None:
 
 EMPTIED = "steal_arg"
 """Inductor's name for that, among a node's metadata (2.11 to 2.15)."""
+
+
+def mark_alike(placeholder: torch.fx.Node) -> None:
+    """Have the graph add up in one order on all ranks, whichever is fastest on each."""
+    placeholder.meta[ALIKE] = True
+
+
+ALIKE = "alike on ranks"
 
 
 def import_inductor() -> None:
@@ -245,6 +253,21 @@ Weight gradients late, next to what communicates them, keep alive what they are 
 """
 
 
+def _patches(gm: torch.fx.GraphModule, inputs: Iterable[Any]) -> dict[str, Any]:
+    """Return Inductor's settings for a graph.
+
+    On an accelerator it tries how best to run a reduction, in each process, and one configuration
+    adds up in another order than the next.  ``deterministic`` (2.11 to 2.15) has it try none.
+    """
+    from torch._inductor import config
+
+    is_alike = any(node.meta.get(ALIKE) for node in gm.graph.find_nodes(op="placeholder"))
+    if not is_alike or not hasattr(config, "deterministic"):
+        return IN_ORDER
+    on_device = any(isinstance(one, torch.Tensor) and not _is_on_cpu(one) for one in inputs)
+    return {**IN_ORDER, "deterministic": True} if on_device else IN_ORDER
+
+
 def compile_with_inductor(
     gm: torch.fx.GraphModule, inputs: list[list[Any]], donated: Sequence[int] = ()
 ) -> Callable:
@@ -279,7 +302,8 @@ def compile_with_inductor(
             examples = [list(map(static, values)) for values in inputs]
             if any(_is_on_cpu(value) for values in examples for value in values):
                 prepare()
-            return compile_fx(gm, examples, config_patches=IN_ORDER, **_donating(donated))
+            patches = _patches(gm, itertools.chain.from_iterable(examples))
+            return compile_fx(gm, examples, config_patches=patches, **_donating(donated))
 
     return _in_thread_of_its_own(compile_region)
 
@@ -353,8 +377,8 @@ def compile_for_sizes(
             examples = [one.made(fakes) for one in new]
             if any(map(_is_on_cpu, examples)):
                 prepare()
-            donating = _donating(donated)
-            run = compile_fx(gm, [examples + known], config_patches=IN_ORDER, **donating)
+            given = {"config_patches": _patches(gm, examples), **_donating(donated)}
+            run = compile_fx(gm, [examples + known], **given)
             # Of sizes: guards of tensors say where in a storage these lie, which may be anywhere.
             return run, shapes.produce_guards_expression(numbers(new, known), ignore_static=False)
 

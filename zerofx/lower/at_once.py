@@ -22,7 +22,7 @@ from zerofx.compat.inductor import CompiledForAnyLength, Like
 from zerofx.errors import StepError
 from zerofx.ir.packing import packed
 from zerofx.lower.compile_process import CompileProcess, Work
-from zerofx.lower.regions import CompiledRegion
+from zerofx.lower.regions import REGION_META, CompiledRegion
 
 logger = logging.getLogger("zerofx")
 
@@ -142,7 +142,7 @@ class AtOnce:
                 continue
             assert region.sample is not None
             beside = list(map(Like.of, region.sample)), region.like, region.donated
-            data = packed([region.gm.graph], [compat.inductor.EMPTIED], beside)
+            data = packed([region.gm.graph], REGION_META, beside)
             if data is not None:  # else it is compiled when it first runs
                 region.waits = True
                 name = names.setdefault(region.text, name)

@@ -15,9 +15,11 @@ from torch import fx, nn
 
 from zerofx import compat
 from zerofx.compat.inductor import Like
+from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, memory_of, uses
-from zerofx.ir.interface import region_of
+from zerofx.ir.interface import InputRole, region_of
 from zerofx.ir.key import key_of
+from zerofx.ir.roles import Role, role
 from zerofx.ir.sizes import is_symbolic
 from zerofx.ir.source import call_text, layout_text
 
@@ -29,6 +31,9 @@ aten = torch.ops.aten
 # captured: of such a result, a view may have to be a copy.
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
+
+REGION_META = (compat.inductor.EMPTIED, compat.inductor.ALIKE)
+"""Metadata of a region's nodes that compiling it asks for."""
 
 FLEX = (
     "flex_attention runs operator by operator, and has scores of every token with every other in "
@@ -46,11 +51,12 @@ def with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
         logger.warning(FLEX)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
+    alike = _of_averages(gm.graph)
     # In a list, for the iterator that torch has over nodes begins anew when it has ended.
     for number, run in itertools.groupby(list(gm.graph.nodes), region_of):
         nodes = list(run)
         if number is not None and any(map(_computes, nodes)):
-            _call_region(gm, nodes, graph, root, copies)
+            _call_region(gm, nodes, graph, root, copies, not alike.isdisjoint(nodes))
             continue
         for node in nodes:  # ours, or nothing but views: not worth a call
             if node.op == "output":
@@ -58,6 +64,24 @@ def with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
     return graph
+
+
+def _of_averages(graph: fx.Graph) -> set[fx.Node]:
+    """Return what is computed of averaged gradients that several ranks have.
+
+    A norm of these, added up in another order, would have replicas drift apart by last bits.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            given = node.meta.get("zerofx_input", InputRole("other"))
+            is_one = given.kind == "gradient" and not given.sharded and not given.unreduced
+        else:
+            is_whole = node.target in (ops.all_reduce_start, ops.all_gather_start)
+            is_one = is_whole and role(node) == Role.REDUCE_GRADIENT
+        if is_one or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _computes(node: fx.Node) -> bool:
@@ -70,6 +94,7 @@ def _call_region(
     graph: fx.Graph,
     root: nn.Module,
     copies: dict[fx.Node, fx.Node],
+    is_alike: bool,
 ) -> None:
     inside = set(nodes)
     inputs = list(
@@ -85,6 +110,8 @@ def _call_region(
     local = {}
     values = body.placeholder("values")
     compat.inductor.mark_emptied(values)
+    if is_alike:
+        compat.inductor.mark_alike(values)
     number = region_of(nodes[0])
     assert number is not None
     donated = [at for at, source in enumerate(inputs) if _dies_in(number, source)]
@@ -176,6 +203,8 @@ class CompiledRegion(nn.Module):
         self.sample = compat.inductor.as_captured(captured) if self.of_any_size else captured
         self.donated = donated  # positions of inputs
         self.text = f"{_computation(gm.graph)}\n{donated}"
+        if compat.inductor.ALIKE in values.meta:
+            self.text += f"\n{compat.inductor.ALIKE}"
         # 0.4 ms a region (November 2026).  Not in the text: that is the same on all ranks.
         key = key_of(self.text, repr(compat.inductor.settings()))
         self.compiled = self._known.setdefault(key, [])
