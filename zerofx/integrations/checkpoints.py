@@ -110,11 +110,14 @@ def save_beside(
 def remove_shards(folder: Path, ranks: Ranks) -> None:
     """Remove the shards beside a model that is written anew without them.  Collective.
 
-    Those that a rank will still read stay, as shards of another save.
+    Those that a rank will still read stay, as shards of another save, and so does a folder of that
+    name without a token beside it, which is the user's.
     """
     unread = set[Path]().union(*ranks.together(in_use))
 
     def remove() -> None:
+        if token_in(folder) is None:
+            return
         for path in _places(folder):
             if path.resolve() not in unread:
                 shutil.rmtree(path)
