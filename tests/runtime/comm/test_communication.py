@@ -1,11 +1,13 @@
 """The collectives, against local arithmetic; their bytes, against the wire."""
 
+import contextlib
 import math
 import os
 import sys
 import time
 from contextlib import closing
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tests.kit.traffic import traffic_of
 from zerofx import compat
 from zerofx.runtime.comm import communication
 from zerofx.runtime.comm.communication import Communicator, NativeTransport, default_group
+from zerofx.runtime.comm.peer_memory import PeerMemory
 from zerofx.runtime.comm.transport import SCALAR_BYTES
 
 WORLDS = (2, 3, 4)
@@ -213,6 +216,35 @@ def test_nccl_averages_in_bf16_only_where_the_factor_is_exact(monkeypatch, world
         comm.wait(comm.reduce_scatter_start(flat, "mean", world_size))
         assert asked == [dist.ReduceOp.AVG if by_itself else dist.ReduceOp.SUM] * 2
         asked.clear()
+
+
+def fail_and_go_on(failing):
+    """Return what ranks say to the next collective after some of them have failed in a call."""
+    group = dist.new_group()  # of this test alone: a rank that has failed may not go on in it
+    PeerMemory.decline(group)
+    comm, flat = Communicator(group), torch.ones(6)
+    with contextlib.suppress(InterruptedError), comm.running(7):
+        if failing == "early":
+            raise InterruptedError
+        comm.wait(comm.all_reduce_start(flat, "mean"))
+        if comm.rank == 0 or failing == "all":
+            raise InterruptedError
+    if comm.rank > 0 and failing == "one":
+        return ""  # which waits for the rest of the call, elsewhere
+    try:
+        with mock.patch.object(communication, "FAILED_TIMEOUT_S", 1.0):
+            assert comm.wait(comm.all_reduce_start(flat, "sum")).equal(flat * comm.world_size)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("failing", ("one", "all", "early"))
+def test_a_rank_that_failed_alone_in_the_middle_is_kept_from_going_on(ranks_on_sockets, failing):
+    """The others would take its next collective of so many bytes for the one they wait in."""
+    found = ranks_on_sockets(2).run(fail_and_go_on, failing)
+    assert found[1] == ""
+    assert ("End the process, and go on from a checkpoint" in found[0]) is (failing == "one")
 
 
 def check_cuts():

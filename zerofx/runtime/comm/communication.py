@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerofx import compat
 from zerofx.accelerator import kind
 from zerofx.ir.mesh import Mesh
 from zerofx.runtime.comm.gloo import GlooTransport
@@ -29,6 +31,9 @@ from zerofx.runtime.comm.transport import (
     Started,
 )
 from zerofx.runtime.memory.pages import BufferPool
+
+FAILED_TIMEOUT_S = 30.0
+"""Ranks that fail alike have failed within this, or the last of them has."""
 
 Transport = LocalTransport | NativeTransport | GlooTransport
 
@@ -97,8 +102,10 @@ class Communicator:
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
-        whole = self if part_of is None else part_of
+        self._whole = whole = self if part_of is None else part_of
         self.mean_of = whole.world_size
+        self._num_started = 0  # of the whole's
+        self._failure = ""  # the name of one in the middle of a call, until all ranks have met
         self.buffers: BufferPool = BufferPool() if part_of is None else part_of.buffers
         self._in_flight: dict[int, Started] = {} if part_of is None else part_of._in_flight
         self._memory: PeerMemory | None = None
@@ -262,12 +269,21 @@ class Communicator:
 
     @contextlib.contextmanager
     def running(self, program: int) -> Iterator[None]:
-        """Let the others see, where they can, which program what is started here belongs to."""
+        """Let the others see, where they can, which program what is started here belongs to.
+
+        If it fails behind its first collective, the next one is started only if all ranks have
+        failed behind the same one: what else they wait for would be taken for it.
+        """
         memories = [part._memory for part in self.parts() if part._memory is not None]
         for memory in memories:
             memory.program = program
+        started = self._num_started
         try:
             yield
+        except BaseException:
+            if self._num_started > started and not self._failure:
+                self._note_failure()
+            raise
         finally:
             for memory in memories:
                 memory.program = 0
@@ -281,7 +297,44 @@ class Communicator:
             if part._memory is not None:
                 part._memory.fail()
 
+    def _note_failure(self) -> None:
+        """Tell the others behind which collective a call has failed; peers' memory does so itself.
+
+        It waits for nobody: an error is on its way.
+        """
+        transports = [one for part in self.parts() for one in part._transports.values()]
+        if self.group is None or all(isinstance(one, PeerTransport) for one in transports):
+            return
+        with contextlib.suppress(Exception):  # a store that is gone tells nobody
+            store = compat.tensors.agreement_store(self.group)
+            name = f"failed/{self.mesh.axes}/{self.mesh.outer_stage}"
+            number = store.add(f"{name}/{self.rank}", 1)  # which outlives this object
+            self._failure = f"{name}/{number}"
+            store.set(f"{self._failure}/{self.rank}", str(self._num_started))
+
+    def _check_failed_alike(self) -> None:
+        """Go on after a call that failed, if all ranks' have, behind the same collective.
+
+        Raises: RuntimeError if not, now and whenever it is called again.
+        """
+        assert self.group is not None
+        store = compat.tensors.agreement_store(self.group)
+        keys = [f"{self._failure}/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + FAILED_TIMEOUT_S
+        while not (all_have := store.check(keys)) and time.monotonic() < deadline:
+            time.sleep(0.01)  # a blocking wait would hold the store's connection
+        if not all_have or len({store.get(key) for key in keys}) > 1:
+            raise RuntimeError(
+                f"a call failed in the middle on rank {self.rank}, and the others have not failed "
+                "at the same place: they wait in it, and would take what this rank sends now for "
+                "what they wait for. End the process, and go on from a checkpoint."
+            )
+        self._failure = ""
+
     def _start(self, kind: str, nbytes: int, launch: Callable[[], Started]) -> torch.Tensor:
+        if self._whole._failure:
+            self._whole._check_failed_alike()
+        self._whole._num_started += 1
         try:
             started = launch()
         except Exception as error:
