@@ -190,6 +190,7 @@ def test_weights_saved_over_a_whole_checkpoint_are_those_that_are_loaded(by_the_
     given = arguments(tmp_path, save_only_model=by_the_trainer)
     trainer = ZeroTrainer(built(), given, train_dataset=rows())
     zerofx.save(tmp_path / "zero", trainer.model).wait()
+    (tmp_path / "zero.token").write_text(16 * "0")
     with torch.no_grad():
         trainer.model.lm_head.weight.fill_(2)
     trainer.save_model(str(tmp_path), _internal_call=by_the_trainer)

@@ -27,7 +27,6 @@ from zerofx.runtime.memory.pages import BufferPool
 from zerofx.runtime.parameters import snapshots
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.step import StepRuntime
-from zerofx.runtime.storage import bucket
 from zerofx.runtime.storage.memory import HostMemory
 
 ON_DEVICE = ("zerofx.runtime.parameters", "zerofx.runtime.storage", "zerofx.runtime.optimizer")
@@ -99,7 +98,6 @@ def _accelerators(watched: Watched) -> Iterator[Any]:
                     yield mock.patch.object(module, function, stand_in)
             if isinstance(vars(module).get("_streams"), dict):  # those of another run
                 yield mock.patch.object(module, "_streams", {})
-    yield mock.patch.object(bucket, "kind", lambda: "simulated")
 
 
 def _memory(notes: PlacedNotes) -> Iterator[Any]:

@@ -125,7 +125,7 @@ def _pin(address: int, nbytes: int) -> Callable[[int], object]:
     code = int(cudart.cudaHostRegister(address, nbytes, 0))
     if code != 0:
         # CUDA keeps the error for this thread's next check of a launch, which clears it by raising.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Exception):
             torch.zeros(1, device="cuda")
         raise RuntimeError(
             f"CUDA refused to pin {nbytes} bytes of host memory (cudaHostRegister: error {code})."
