@@ -96,6 +96,7 @@ def test_given_all_decisions_no_rule_is_asked_and_the_program_is_the_same(form):
     assert decisions_of(again) == decided
 
 
+@pytest.mark.slow(reason="programs of several forms are made")
 def test_every_field_is_decided_by_some_form():
     found = [dataclasses.asdict(decisions_of(made(form))) for form in FORMS]
     assert all(any(each[field] for each in found) for field in found[0]), found

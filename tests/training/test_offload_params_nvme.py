@@ -383,6 +383,7 @@ def test_a_bucket_is_read_once_for_all_of_its_whole_parameters(tmp_path):
     assert 0 < read.call_count == num_shards < len(list(pair[0].parameters()))
 
 
+@pytest.mark.slow(reason="it trains before and after")
 def test_shards_that_find_no_room_to_come_back_to_are_not_lost(tmp_path, disk):
     expected, pair = built(), built()
     steps = [zero(**SMALL_BUCKETS), zero(clipped, **SMALL_BUCKETS)]
