@@ -170,7 +170,7 @@ def test_no_checkpoint_of_it_is_written(captured, tmp_path, before, after):
 
 
 def test_no_checkpoint_of_it_is_written_when_the_process_ends(captured, tmp_path, monkeypatch):
-    """What the script has registered never runs; what libraries have, for their own, does."""
+    """A plan drops what the script registers, and keeps what libraries register."""
     (tmp_path / "ends.py").write_text("import atexit\natexit.register(print, 'of a module')")
     registered = []
     monkeypatch.setattr(atexit, "register", lambda *given: registered.append(given) or given[0])

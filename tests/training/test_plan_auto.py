@@ -183,7 +183,7 @@ def test_a_later_function_takes_over_the_plan():
 
 
 def evaluated_before(limit, **options):
-    """What an evaluation chooses, and training after it, and another evaluation after that."""
+    """Return what an evaluation, training after it and an evaluation after that choose."""
     pair = built()
     x = features(0, 8)[0]
     steps = [auto(evaluate, limit, **options), auto(plain, limit), auto(predict, limit)]

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -51,13 +51,6 @@ _KINDS = (
     CheckpointError,
 )
 """The errors that keep their type on other ranks, the first that fits; others are RankErrors."""
-
-
-@contextlib.contextmanager
-def at_once() -> Iterator[None]:
-    """Make tensors that are there, also in a block of ``deferred_init``."""
-    with compat.tensors.without_dispatch_modes(), compat.tensors.without_function_modes():
-        yield
 
 
 class Ranks:
@@ -174,7 +167,7 @@ class Ranks:
             raise kind(f"on rank {failed}: {words}")
         return answer
 
-    @at_once()
+    @compat.tensors.past_all_modes()
     def _send(self, value: object, rank: int) -> list[dist.Work]:
         """Begin to send.  Wait when the other has answered: gloo forgets a send whose receiver ends
         after it has asked for it (2.11 to 2.15), and to wait for that takes the whole timeout.
@@ -183,7 +176,7 @@ class Ranks:
         size = torch.tensor([data.numel()], device="cpu")
         return [self._connection.send([tensor], rank, 0) for tensor in (size, data)]
 
-    @at_once()
+    @compat.tensors.past_all_modes()
     def _receive(self, rank: int) -> Any:
         size = torch.empty(1, dtype=torch.int64, device="cpu")
         self._connection.recv([size], rank, 0).wait()
@@ -222,7 +215,7 @@ class Ranks:
                 )
 
 
-@at_once()
+@compat.tensors.past_all_modes()
 def _thanks() -> torch.Tensor:
     return torch.ones(1, device="cpu")
 

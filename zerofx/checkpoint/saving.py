@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from zerofx import compat
-from zerofx.checkpoint.barrier import Ranks, Saving, at_once, meet
+from zerofx.checkpoint.barrier import Ranks, Saving, meet
 from zerofx.checkpoint.contents import Contents, as_list, check_model
 from zerofx.checkpoint.folders import (
     METADATA,
@@ -169,7 +169,7 @@ def write_items(
         if isinstance(found, bytes):
             stream.write(found)
         else:
-            with at_once(), ordinary_tensors():
+            with compat.tensors.past_all_modes(), ordinary_tensors():
                 if isinstance(found, Piece):
                     values = found.part.view_at(found.read(), item.index.offset)
                 else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,6 +84,13 @@ without_function_modes = torch._C.DisableTorchFunction
 
 # Where something must be done at once, past a recorder or AOTAutograd's watch of a first call.
 without_dispatch_modes = _disable_current_modes
+
+
+@contextlib.contextmanager
+def past_all_modes() -> Iterator[None]:
+    """Make tensors that are there, also in a block of ``deferred_init``."""
+    with without_dispatch_modes(), without_function_modes():
+        yield
 
 
 def agreement_store(group: torch.distributed.ProcessGroup) -> torch.distributed.Store:

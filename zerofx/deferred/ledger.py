@@ -184,11 +184,7 @@ class Ledger:
 @contextlib.contextmanager
 def _at_once() -> Iterator[None]:
     """Do what is done here, inside of a block that records too."""
-    with (
-        compat.tensors.without_dispatch_modes(),
-        compat.tensors.without_function_modes(),
-        ordinary_tensors(),
-    ):
+    with compat.tensors.past_all_modes(), ordinary_tensors():
         yield
 
 

@@ -33,7 +33,7 @@ class MappedFiles:
             mapping = mmap.mmap(file.fileno(), nbytes, **_FLAGS)
         if hasattr(mmap, "MADV_RANDOM"):
             mapping.madvise(mmap.MADV_RANDOM)  # one byte that is read takes no megabytes with it
-        with compat.tensors.without_function_modes(), compat.tensors.without_dispatch_modes():
+        with compat.tensors.past_all_modes():
             storage = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
         start = storage.data_ptr()
         self._files.append((range(start, start + nbytes), storage))

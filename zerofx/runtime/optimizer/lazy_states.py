@@ -107,7 +107,7 @@ def standing_for(
     first element and the one behind the last.
     """
     shape, stride = tuple(like.shape), like.stride()
-    with compat.tensors.without_dispatch_modes(), compat.tensors.without_function_modes():
+    with compat.tensors.past_all_modes():
         late: Any = without_storage(shape, stride, like.dtype, device)
     late.__class__ = LazyState
     late.source, late.of = source, source.name
