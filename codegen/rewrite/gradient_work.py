@@ -98,6 +98,14 @@ class GradientWork:
         graph.output(copies[nodes[-1]])
         return cls(fx.GraphModule({}, graph), nodes[-1].meta["val"].dtype), coefficients
 
+    def __reduce__(self) -> tuple:
+        """Return what pickles it: a graph module's own way leaves its nodes' metadata out."""
+        kinds = [
+            (node.meta["val"].dim(), node.meta["val"].dtype, node.meta.get("stack_trace"))
+            for node in (*self.inputs, *self.operations)
+        ]
+        return _unpickled, (self.graph_module, self.dtype, kinds)
+
     def __call__(self, gradient: Tensor, *coefficients: Tensor) -> Tensor:
         """Run it operator by operator.  Shapes: any, in kernels flat [n]; each 0-dim."""
         return self.graph_module(gradient, *coefficients)
@@ -125,6 +133,13 @@ class GradientWork:
     @property
     def operations(self) -> list[fx.Node]:
         return [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
+
+
+def _unpickled(graph_module: fx.GraphModule, dtype: torch.dtype, kinds: list) -> GradientWork:
+    work = GradientWork(graph_module, dtype)
+    for node, (dim, of, trace) in zip((*work.inputs, *work.operations), kinds, strict=True):
+        node.meta = {"val": example(dim, of), "stack_trace": trace}
+    return work
 
 
 def _example_of(node: fx.Node) -> Tensor:

@@ -1,5 +1,7 @@
 """Work on the gradient in front of an update: one kernel does bitwise what two passes did."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -190,6 +192,13 @@ def works_of(function, gradient_dtype, *coefficient_dtypes):
     examples += [torch.empty((), dtype=dtype, device="meta") for dtype in coefficient_dtypes]
     *_, last, _ = compat.scalars.trace_operations(function, examples).graph.nodes
     return may_be_work(last)
+
+
+def test_work_that_another_start_finds_is_the_same():
+    work = works.traced(works.unscale_and_clip, BF16, FP32, FP32)
+    found = pickle.loads(pickle.dumps(work))
+    assert found.computation == work.computation and found.text == work.text
+    assert [node.meta["val"].shape for node in found.inputs] == [(2,), (), ()]
 
 
 def test_what_a_kernel_would_round_otherwise_is_no_work():

@@ -36,6 +36,7 @@ from zerofx.compiler.program import Program
 from zerofx.ir import key as program_key
 from zerofx.ir.mesh import Mesh
 from zerofx.runtime.comm import measure
+from zerofx.runtime.optimizer import update
 
 STEPS = 3
 
@@ -301,6 +302,14 @@ def train_tiny(
             torch.manual_seed(number)
             found.append(compiled(net, updates, *(each.to(dtype) for each in batch)))
     return found, [p.detach().clone() for p in net.state_dict().values()]
+
+
+@pytest.mark.slow(reason="a step is compiled and run twice")
+def test_the_next_start_clips_in_the_updates_kernel_too(monkeypatch):
+    monkeypatch.setattr(update, "FEWEST_ELEMENTS", 1)
+    cold, warm = (started(train_tiny, between=clipped(0.1), lowering="inductor") for _ in range(2))
+    assert (warm.traced, warm.ran_passes) == (0, 0)
+    assert_alike(cold.results, warm.results)
 
 
 def tiny(**changed):
