@@ -10,11 +10,12 @@ from torch import fx
 
 from zerofx.errors import StepError
 from zerofx.ir import ops
-from zerofx.ir.graph import Builder, rank_varying
+from zerofx.ir.graph import Builder
 from zerofx.ir.interface import mark_gradient, placeholders, recorded, written_input
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role
 from zerofx.ir.source import source_line
+from zerofx.ir.varying import rank_varying
 from zerofx.passes.base import Counts, PassContext
 from zerofx.passes.schedule.placement import hoist_reduction, sink_past_fused, stagger_waits
 from zerofx.passes.zero.local_gradients import leave_unreduced, take_in_unreduced

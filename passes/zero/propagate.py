@@ -17,12 +17,13 @@ from torch import fx
 from zerofx.errors import GraphError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, aliases, memory_of, mutated_inputs, writers
-from zerofx.ir.graph import Builder, erase_unused, rank_varying
+from zerofx.ir.graph import Builder, erase_unused
 from zerofx.ir.interface import input_role, recorded, set_input_role
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, role
 from zerofx.ir.source import source_line
+from zerofx.ir.varying import rank_varying
 from zerofx.passes.base import PassContext
 from zerofx.passes.zero.elementwise import is_elementwise, is_reshape, is_scalar
 from zerofx.passes.zero.gathers import GatherSource, insert_gathers

@@ -9,7 +9,6 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliases import mutated_inputs
-from zerofx.ir.graph import rank_varying
 from zerofx.ir.interface import gradient_of, input_role, placeholders, recorded
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.offload import operands_of_updates
@@ -17,6 +16,7 @@ from zerofx.ir.parameters import ParameterInfo, ParameterTable
 from zerofx.ir.reach import reached
 from zerofx.ir.reduction_hops import Hop, hops_into
 from zerofx.ir.roles import Role, parameter_of, role
+from zerofx.ir.varying import rank_varying
 from zerofx.verify.broken import broken
 
 aten = torch.ops.aten
