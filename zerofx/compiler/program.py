@@ -19,6 +19,7 @@ from zerofx.compiler.facts import context_of
 from zerofx.compiler.rewrite import described_optimizers, rewrite
 from zerofx.hardware import Hardware
 from zerofx.ir import ops
+from zerofx.ir.collectives import changing_numbers
 from zerofx.ir.interface import recorded
 from zerofx.ir.parameters import ParameterTable
 from zerofx.lower.at_once import AtOnce
@@ -174,6 +175,7 @@ class Program:
             (*self.rewritten.schedule, f"start: {options.start}"),
             self.function.agreement_timeout_s,
             digest_of(sources),
+            beside=changing_numbers(self.rewritten.gm.graph),
         )
         runtime.bind(sources if is_same_for_all else {})
         runtime.program = lower(self.lowered.gm, runtime.kernels())

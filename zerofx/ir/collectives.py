@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,16 +44,25 @@ def schedule(gm: fx.GraphModule, table: ParameterTable, stage: int) -> tuple[str
             lines.append(f"updates of whole {', '.join(owners)}")
         else:
             lines += [f"update {table[parameter].name}" for _, parameter in updated_by(node)]
-    lines += _numbers_in_gradients(gm.graph)
+    lines += _numbers_in_gradients(gm.graph, changing=False)
     return tuple(lines)
 
 
-def _numbers_in_gradients(graph: fx.Graph) -> list[str]:
+def changing_numbers(graph: fx.Graph) -> list[str]:
+    """Return the same lines for numbers that may change at every call, as they were when captured.
+
+    They are in no schedule: a rank that captures once more would be alone with its schedule.
+    """
+    return _numbers_in_gradients(graph, changing=True)
+
+
+def _numbers_in_gradients(graph: fx.Graph, *, changing: bool) -> list[str]:
     """A line per operation between averaged gradients and updates that takes a plain number.
 
     The number may be a rank's own, as that of its batch's rows is, and each rank would scale
     its own shards by it.  Norms of gradients are followed too; what a step only reports is not.
     """
+    with_numbers = partial(_with_numbers, changing=changing)
     averaged: set[fx.Node] = set()
     lines: set[str] = set()
     leading = _leading_to_updates(graph)
@@ -60,14 +70,14 @@ def _numbers_in_gradients(graph: fx.Graph) -> list[str]:
         if role(node) in (Role.REDUCE_GRADIENT, Role.REDUCE_SCALAR) and not ops.starts(node):
             averaged.add(node)
         if (work := gradient_work(node)) is not None:
-            lines.update(*map(_with_numbers, work.graph_module.graph.nodes))
+            lines.update(*map(with_numbers, work.graph_module.graph.nodes))
         if node.op != "call_function" or ops.is_ours(node.target):
             continue
         if averaged.isdisjoint(node.all_input_nodes):
             continue
         averaged.add(node)
         if node in leading:
-            lines.update(_with_numbers(node))
+            lines.update(with_numbers(node))
     return sorted(lines)
 
 
@@ -80,15 +90,13 @@ def _leading_to_updates(graph: fx.Graph) -> set[fx.Node]:
     return set(reached(ends, lambda node: node.all_input_nodes))
 
 
-def _with_numbers(node: fx.Node) -> list[str]:
-    """Return a line per plain number that an elementwise operation takes.
-
-    A number that may change at every call is as it was when the step was captured.
-    """
+def _with_numbers(node: fx.Node, *, changing: bool) -> list[str]:
+    """Return a line per plain number that an elementwise operation takes."""
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return []
     operands: Any = (*node.args, *node.kwargs.values())
-    operands = (one.meta.get("val") if isinstance(one, fx.Node) else one for one in operands)
-    operands = map(compat.aot.scalar_hint, operands)
+    if changing:
+        symbols = (one.meta.get("val") for one in operands if isinstance(one, fx.Node))
+        operands = map(compat.aot.scalar_hint, symbols)
     numbers = [value for value in operands if isinstance(value, int | float)]
     return [f"{node.target} of averaged gradients and {number}" for number in numbers]

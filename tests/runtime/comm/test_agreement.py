@@ -69,12 +69,18 @@ def test_a_repeated_check_asks_nobody():
     store = CountingStore(dist.HashStore())
     first = Agreement(store, 0, 2, "step")
     other = Agreement(store, 1, 2, "step")
-    on_ranks(2, lambda rank: (first, other)[rank].check(LINES, 5))
+    on_ranks(2, lambda rank: (first, other)[rank].check(LINES, 5, beside=["a number, 3"]))
     calls = store.calls
     assert calls
     first.check(LINES, 0)
-    first.check(list(LINES), 0)
+    first.check(list(LINES), 0, beside=["a number, 4"])
     assert store.calls == calls
+
+
+def test_what_is_beside_a_schedule_is_compared_where_ranks_meet():
+    ranks = agreements(2)
+    errors = on_ranks(2, lambda rank: ranks[rank].check(LINES, 5, beside=[f"a number, {rank}"]))
+    assert all("a number, 0" in str(error) for error in errors)
 
 
 def test_a_world_of_one_needs_no_store():

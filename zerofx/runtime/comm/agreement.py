@@ -148,18 +148,25 @@ class Agreement:
         self.end_step = end_step
         self._agreed: list[tuple[str, ...]] = []
 
-    def check(self, lines: Sequence[str], timeout_s: float, value: bytes = b"") -> bool:
+    def check(
+        self,
+        lines: Sequence[str],
+        timeout_s: float,
+        value: bytes = b"",
+        beside: Sequence[str] = (),
+    ) -> bool:
         """Return once all ranks have posted these very lines; at once if they did before.
 
-        What is returned is whether they have come with this very ``value`` too, the same on all;
-        not if they did before.
+        Lines ``beside`` them are compared where ranks meet, and only there.  What is returned is
+        whether they have come with this very ``value`` too, the same on all; not if they did
+        before.
 
         Raises: AgreementError if a rank posted others (the first difference is named, the same
         on all ranks), failed while compiling, or posted none within ``timeout_s`` seconds.
         """
         if self.world_size == 1 or tuple(lines) in self._agreed:
             return self.world_size == 1
-        values = self.exchange(lines, value, timeout_s)
+        values = self.exchange((*lines, *beside), value, timeout_s)
         self._agreed.append(tuple(lines))
         return bool(value) and all(its == value for its in values)
 
