@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import zerofx
 from tests.kit import models
 from tests.kit.covering import exhaustive
 from tests.kit.models import Mlp, squared_loss
@@ -179,6 +180,73 @@ def test_a_step_that_clears_gradients_first_may_return_those_that_came_in():
         return [function(model, optimizer, *BATCH) for _ in range(3)]
 
     assert_same(returned(zero(step, stage=0)), returned(step))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_outlives_a_later_call_holds_nothing_and_says_so(stage):
+    def backward(model, optimizer, *batch):
+        optimizer.zero_grad()
+        squared_loss(model, *batch).backward()
+
+    def product(ones, others):
+        return sum((one * other).sum() for one, other in zip(ones, others, strict=True))
+
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled, multiplied = zero(backward, stage), zero(product, stage)
+    compiled(model, optimizer, *BATCH)
+    first = [p.grad for p in model.parameters()]
+    compiled(model, optimizer, *models.features(1, 4))
+    second = [p.grad for p in model.parameters()]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a later one replaced"):
+        multiplied(first, second)
+    with pytest.raises(RuntimeError, match=r"has been replaced since.*p\.grad\.clone\(\)"):
+        first[0].norm()
+    squares = multiplied(second, second)
+    zerofx.unshard(model, optimizer)
+    backward(model, optimizer, *models.features(1, 4))
+    gradients = [p.grad for p in model.parameters()]
+    torch.testing.assert_close(squares, product(gradients, gradients))
+
+
+@pytest.mark.parametrize("at_first", ["zeros", "nothing"])
+def test_a_step_may_keep_its_gradients_for_the_next_call(at_first):
+    def step(model, optimizer, kept, *batch):
+        optimizer.zero_grad()
+        squared_loss(model, *batch).backward()
+        gradients = [p.grad for p in model.parameters()]
+        before = kept.get("before") or gradients
+        kept["before"] = gradients
+        optimizer.step()
+        return sum((one * other).sum() for one, other in zip(gradients, before, strict=True))
+
+    def trained(function) -> list[Any]:
+        torch.manual_seed(0)
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zeros = [torch.zeros_like(p) for p in model.parameters()]
+        kept = {"before": zeros} if at_first == "zeros" else {}
+        return [function(model, optimizer, kept, *models.features(n, 4)) for n in range(3)]
+
+    compiled = zero(step, stage=3)
+    if at_first == "zeros":
+        with pytest.raises(StepError, match=r"as an earlier call has left it.*p\.grad\.clone\(\)"):
+            trained(compiled)
+    else:
+        torch.testing.assert_close(trained(compiled), trained(step))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_of_one_rank_that_are_one_tensor_are_kept_apart(stage):
+    a, b = (torch.nn.Parameter(torch.randn(2, 3)) for _ in range(2))
+    compiled = zero(lambda x: ((a + b) * x).sum().backward(), stage)
+    x = torch.randn(2, 3)
+    given = x.clone()
+    compiled(x)
+    a.grad.zero_()
+    assert torch.equal(b.grad, given) and torch.equal(x, given)
+    compiled(x)
+    assert torch.equal(b.grad, 2 * given) and torch.equal(a.grad, given)
 
 
 def test_an_object_with_a_value_to_differentiate_is_refused():

@@ -218,6 +218,17 @@ def test_the_loss_scale_is_known():
     assert keep < update
 
 
+def test_a_number_that_a_module_calls_its_scale_is_none():
+    model = nn.Linear(4, 3)
+    model._scale = torch.tensor(0.5)
+
+    def step(x):
+        (model(x).square().mean() * model._scale).backward()
+
+    captured = programs.capture(step, torch.randn(2, 4), world_size=2)
+    assert not any(input_role(node).is_loss_scale for node in placeholders(captured.graph))
+
+
 @pytest.mark.parametrize("interval", (2000, 1))
 @pytest.mark.parametrize("axes", ((), NODES))
 def test_errors_are_in_units_of_gradients_that_are_not_scaled(kept, axes, interval):

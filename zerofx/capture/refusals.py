@@ -31,6 +31,12 @@ _CAUSES = (
         "A batch norm with momentum=None divides by how many batches it has seen.",
         "Give its momentum as a number.",
     ),
+    _Cause(
+        r"runtime/memory/guard\.py",
+        "It reads a gradient or state that an earlier call has left and a later one replaced: "
+        "nothing of it is kept.",
+        "Keep a copy, made in the step that computes it (p.grad.clone()).",
+    ),
     _Cause(r"builtin operator `print`", "It prints while the step runs.", _LATER),
     _Cause(
         r"Tensor\.item\(\)|to_list|tolist\(\)|_local_scalar_dense",

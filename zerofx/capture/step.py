@@ -30,6 +30,7 @@ from zerofx.capture.checks import (
 )
 from zerofx.capture.divisors import mark_losses, weigh_losses, without_marks
 from zerofx.capture.losses import count_ranks, spread_losses
+from zerofx.capture.substitutes import is_loss_scale
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.graph import copied_module, updates
@@ -156,7 +157,7 @@ class StepCapture:
                 roles.append(InputRole("number"))
             else:
                 is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
-                is_scale = is_scalar and source.endswith("._scale")
+                is_scale = is_scalar and is_loss_scale(value)
                 is_argument = source.startswith(arguments) and "._modules[" not in source
                 becomes = position_of.get(assigned.get(source, ""), -1)
                 roles.append(
@@ -202,13 +203,17 @@ class StepCapture:
         }
 
     def _find_replaced(self) -> frozenset[int]:
-        """Return the parameters whose ``.grad`` is stored, and was not looked at before."""
+        """Return the parameters whose ``.grad`` is stored, and was not looked at before.
+
+        Not those whose old gradient is an input all the same: the user has kept it.
+        """
         seen = compat.dynamo.owners_looked_into("grad")
         if any(owner is None for owner in seen):
             return frozenset()
+        kept = {role.parameter for role in self.roles if role.kind == "gradient"}
         seen_ids = set(map(id, seen))
         stored = set(self.gradient_outputs.values())
-        return frozenset(index for index in stored if id(self.tensors[index]) not in seen_ids)
+        return frozenset(i for i in stored - kept if id(self.tensors[i]) not in seen_ids)
 
     def _copy_views_of_gradients(self) -> None:
         """Return copies where results are views of gradients, which are kept as shards."""

@@ -161,7 +161,16 @@ def _prepare_scale_at(address: int) -> bool:
     scaler = _object_at(address)
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
+    _scalers.add(scaler)
     return True
+
+
+_scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
+"""Those that some compiled step scales with."""
+
+
+def is_loss_scale(value: torch.Tensor) -> bool:
+    return any(value is scaler._scale for scaler in _scalers)
 
 
 @torch.compiler.assume_constant_result

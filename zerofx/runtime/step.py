@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -135,6 +135,7 @@ class StepRuntime:
             if not role.sharded and not role.unreduced
         ]
         self.unreduced_gradients = [(at, role) for at, role in gradients if role.unreduced]
+        self.other_inputs = [position for position, role in roles if role.kind == "other"]
         self.results = recorded(graph)
         self.written_of_batch = (
             effects.written_of_batch(graph) if self.options.may_lack_data else []
@@ -290,6 +291,8 @@ class StepRuntime:
 
     def _swap_inputs(self, values: list[Any]) -> None:
         """Put what is stored of parameters and gradients in the place of what stands for it."""
+        for position in self.other_inputs:
+            REGISTRY.gradients.refuse_stub(values[position])
         for index in self.replaced_gradients:
             REGISTRY.gradients.clear(self.bound[index])
         for position, index in self.whole_gradients:
@@ -390,16 +393,21 @@ class StepRuntime:
     def _store_gradients(self, results: list[Any], inputs: list[Any]) -> None:
         """Store the gradients among the results, and put what stands for them in their place."""
         given = set(map(id, inputs))
+        shared: set[int] = set()
+        if self.options.stage < 2 and self.communicator.world_size == 1:  # nothing is averaged
+            once = {id(value): value for value in (*inputs, *results)}.values()
+            shared = {memory for memory, number in _in_memories(once).items() if number > 1}
         for position, index in self.results.gradients.items():
             if position not in self.results.unreduced:
                 is_new = id(results[position]) not in given
-                results[position] = self._stored_average(index, results[position], is_new)
+                results[position] = self._stored_average(index, results[position], is_new, shared)
         if self.results.unreduced or self.results.written_gradients:
             self._keep_unreduced(results, inputs)
 
     def _stored_average(
-        self, index: int, gradient: torch.Tensor | None, is_new: bool
+        self, index: int, gradient: torch.Tensor | None, is_new: bool, shared: Collection[int]
     ) -> torch.Tensor | None:
+        """Keep a gradient; return what is ``p.grad``: in memory of its own, in none ``shared``."""
         bound = self.bound[index]
         if gradient is not None and gradient is bound.gradient:  # as it came in
             return bound.stub
@@ -411,15 +419,14 @@ class StepRuntime:
         if is_new and is_part and gradient.is_contiguous():
             with ordinary_tensors():  # it knows nothing of its bucket's others
                 gradient = with_own_storage(gradient.view(-1), bound.info.contiguous)
+        elif is_new and gradient.untyped_storage().data_ptr() in shared:
+            with ordinary_tensors():
+                gradient = gradient.clone()
         return REGISTRY.gradients.mark_averaged(without_base(gradient), bound)
 
     def _keep_unreduced(self, results: list[Any], inputs: list[Any]) -> None:
         """Store gradients left unreduced, and take off the results that replace such."""
-        users = Counter(
-            value.untyped_storage().data_ptr()
-            for value in (*inputs, *results)
-            if isinstance(value, torch.Tensor)
-        )
+        users = _in_memories((*inputs, *results))
         outer = self.communicator.mesh.outer
         stored = {position: self.results.gradients[position] for position in self.results.unreduced}
         for position, index in {**stored, **self.results.written_gradients}.items():
@@ -444,6 +451,13 @@ class StepRuntime:
             buffers = self.communicator.buffers
             return self.copies.to_device_start(values, torch.device(place), buffers)
         return self.copies.reload_start(values[0], torch.device(place))
+
+
+def _in_memories(values: Iterable[Any]) -> Counter[int]:
+    """Count the tensors that lie in each memory, by its address."""
+    return Counter(
+        value.untyped_storage().data_ptr() for value in values if isinstance(value, torch.Tensor)
+    )
 
 
 def _alive(reference: weakref.ref) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from zerofx.errors import StepError
 from zerofx.runtime.memory.flat import (
     ordinary_tensors,
     take_shard,
@@ -43,9 +46,10 @@ class GradientRegistry:
         """Make stubs ordinary tensors for the duration of a compiled call."""
         self._is_plain = True
         for bound, parameter in self._with_stub():
-            bound.stub.__class__ = torch.Tensor
             allow_accumulation(bound)
-            _drop_unless_used(bound, parameter)
+            self._drop_unless_used(bound, parameter)
+            if bound.stub is not None:
+                bound.stub.__class__ = torch.Tensor
         for bound in self._averaged:
             allow_accumulation(bound)
         self._averaged = [bound for bound in self._averaged if _has_average(bound)]
@@ -54,10 +58,11 @@ class GradientRegistry:
         """Guard stubs, and let go of the gradients that nothing refers to any more."""
         self._is_plain = False
         for bound, parameter in self._with_stub():
-            _drop_unless_used(bound, parameter)
+            self._drop_unless_used(bound, parameter)
             if bound.gradient is not None:
                 _watch_accumulation(bound)
-            _guard_stub(bound)
+            if bound.stub is not None:
+                _guard_stub(bound)
         self._averaged = [b for b in dict.fromkeys(self._averaged) if _has_average(b)]
         for bound in self._averaged:
             _watch_accumulation(bound)
@@ -75,8 +80,8 @@ class GradientRegistry:
         With ``unreduced`` it is whole, with the parameter's strides, and this rank's own.  If it
         ``is_sum``, it is still to be averaged over the outer axis of a mesh.
 
-        Shapes: ``[info.shard_numel]`` -> ``info.shape``, a tensor without storage and the same
-        object every time, so that Dynamo's guards on it hold.
+        Shapes: ``[info.shard_numel]`` -> ``info.shape``, a tensor without storage.  To make it
+        takes the memory for a moment, so it is the same object as long as nobody else holds it.
         """
         with self._lock, ordinary_tensors():
             if bound.stub is None:
@@ -94,9 +99,19 @@ class GradientRegistry:
 
         Dynamo leaves ``p.grad = None`` to the end of the function, and both would be in memory.
         """
-        bound.gradient = None
         if bound.parameter is not None:
             bound.parameter.grad = None
+        self._let_go(bound)
+
+    def refuse_stub(self, value: Any) -> None:
+        """Raise StepError for a gradient that a program takes for a tensor of the user's."""
+        owner = self.lookup(value) if isinstance(value, torch.Tensor) else None
+        if owner is not None:
+            raise StepError(
+                f"the step is given p.grad of parameter {owner.name!r} as an earlier call has left "
+                f"it, and {owner.what_is_kept} between steps. Keep a copy instead: p.grad.clone() "
+                "in the step that computes it."
+            )
 
     def shard(self, bound: ParameterState, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's flat range of ``gradient``: what was stored, or a part of a whole tensor.
@@ -198,14 +213,25 @@ class GradientRegistry:
             "change it in place instead (`p.grad.copy_(new)`), which keeps it the average."
         )
 
+    def _drop_unless_used(self, bound: ParameterState, parameter: nn.Parameter) -> None:
+        if bound.gradient is not None and parameter.grad is not bound.stub:
+            self._let_go(bound)
+
+    def _let_go(self, bound: ParameterState) -> None:
+        """Let go of a gradient.  If the user holds its stub, the next gradient has another."""
+        bound.gradient = None
+        is_there = bound.stub is not None
+        if is_there and sys.getrefcount(bound.stub) > sys.getrefcount(_HELD_ONCE.stub):
+            _guard_stub(bound)
+            self.forget(bound)
+            bound.stub = None
+
     def _with_stub(self) -> list[tuple[ParameterState, nn.Parameter]]:
         pairs = [(bound, bound.reference()) for bound in list(self._stubs.values())]
         return [(bound, parameter) for bound, parameter in pairs if parameter is not None]
 
 
-def _drop_unless_used(bound: ParameterState, parameter: nn.Parameter) -> None:
-    if bound.gradient is not None and parameter.grad is not bound.stub:
-        bound.gradient = None
+_HELD_ONCE = SimpleNamespace(stub=object())
 
 
 def _watch_accumulation(bound: ParameterState) -> None:

@@ -185,10 +185,15 @@ def _refusal(touched: str, tensor: Any) -> str:
     keeper = tensor._keepers.keeper(tensor)
     name = repr(keeper.name) if keeper is not None else "whose model is gone"
     if isinstance(tensor, GuardedGradient):
-        kept = keeper.what_is_kept if keeper is not None else "nothing of it is kept"
+        if keeper is None:
+            return (
+                f"{touched!r} needs the values of a gradient that has been replaced since, or whose"
+                " model is gone. Keep a copy of what is to outlive zero_grad(): p.grad.clone() in "
+                "the compiled step that computes it."
+            )
         return (
-            f"{touched!r} needs the values of the gradient of parameter {name}, and {kept} between "
-            "steps. Do it inside the compiled "
+            f"{touched!r} needs the values of the gradient of parameter {name}, and "
+            f"{keeper.what_is_kept} between steps. Do it inside the compiled "
             "step, or get plain objects back with zerofx.unshard(model, optimizer)."
         )
     return (
