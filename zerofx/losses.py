@@ -31,7 +31,8 @@ def global_count(number: Number) -> Number:
 def per_rank(value: torch.Tensor) -> torch.Tensor:
     """Say that a part of a loss, a tensor, is meant for each rank's batch by itself.
 
-    With ``loss="global"`` it stays a mean over the ranks, however it has been computed.
+    With ``loss="global"`` it stays a mean over the ranks, of each rank's own counts: what else is
+    divided by a count of all ranks is to be computed once more in it.
     """
     if torch.compiler.is_compiling():
         return ops.loss_part(value, "per_rank")

@@ -224,17 +224,41 @@ def test_what_is_of_a_part_or_of_a_rank_in_backward_is_refused(name):
     [
         lambda model, x: by_sample(model, x).view(-1, 2).mean(1).square().mean(),  # of pairs
         lambda model, x: 2 * by_sample(model, x).mean(),
+        lambda model, x: torch.tensor(8.0) * by_sample(model, x).mean(),
+        lambda model, x: by_sample(model, x).sum() / (x.numel() - torch.sum(input=x > 3)),
     ],
 )
 def test_what_is_of_few_samples_each_is_no_part_of_the_batch(loss_of):
+    trains_as_torch_does(loss_of)
+
+
+@pytest.mark.slow(reason="torch makes symbols of sizes")
+def test_a_weight_is_no_length_that_is_a_symbol():
+    trains_as_torch_does(lambda model, x: 8 * by_sample(model, x).mean(), is_symbol=True)
+
+
+def test_backward_may_be_told_by_name_what_it_starts_from():
+    def set_gradients(loss, parameters):
+        found = torch.autograd.grad(outputs=loss, inputs=parameters)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
+
+    trains_as_torch_does(lambda model, x: by_sample(model, x).mean(), set_gradients)
+
+
+def trains_as_torch_does(
+    loss_of, backward=lambda loss, parameters: loss.backward(), is_symbol=False
+):
     model, alone = Model(), Model()
     alone.load_state_dict(model.state_dict())
     tokens = torch.arange(40).view(8, 5) % 7
+    if is_symbol:
+        torch._dynamo.mark_dynamic(tokens, 0)
     for trained, options in ((model, {"stage": 0, "loss": "global"}), (alone, None)):
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
 
         def step(tokens, trained=trained, optimizer=optimizer):
-            loss_of(trained, tokens).backward()
+            backward(loss_of(trained, tokens), list(trained.parameters()))
             optimizer.step()
             optimizer.zero_grad()
 

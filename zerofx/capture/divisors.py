@@ -23,11 +23,17 @@ from zerofx.ir.source import source_line
 
 
 def backward_to(graph: fx.Graph, parameters: Collection[fx.Node]) -> list[fx.Node]:
-    """The calls of backward that make gradients of these, to be used as they are."""
+    """Return the calls of backward that make gradients of these, to be used as they are.
+
+    What they start from is made their first argument, and is given by no name.
+    """
     found = []
     for node in graph.nodes:
         if not is_backward_call(node) or argument(node, 4, "create_graph"):
             continue
+        if not node.args:
+            named = dict(node.kwargs)
+            node.args, node.kwargs = (named.pop("outputs"),), named
         wanted = node.args[1] if len(node.args) > 1 else node.kwargs["inputs"]
         wanted = wanted if isinstance(wanted, (tuple, list)) else [wanted]
         if any(map(parameters.__contains__, wanted)):
@@ -236,7 +242,8 @@ def _complement(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         total = total.args[0]
     if getattr(total, "target", None) not in ("sum", torch.sum):
         return None
-    source, value = (one.meta.get("example_value") for one in (total.args[0], total))
+    summed = argument(total, 0, "input")
+    source, value = (one.meta.get("example_value") for one in (summed, total))
     size = number.meta.get("example_value") if isinstance(number, fx.Node) else number
     if value.dim() or value.requires_grad or str(size) != str(source.numel()):  # without a guard
         return None

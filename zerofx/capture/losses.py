@@ -565,7 +565,7 @@ def _same_as_losses(graph: fx.Graph, roots: list[fx.Node]) -> set[fx.Node]:
             continue
         name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
         tensors = node.all_input_nodes
-        if not tensors or name not in _SCALES | {"add", "sub", "stack", "cat"}:
+        if not tensors or name not in _SCALES | _LINEAR:
             continue
         if name in ("mul", "div"):
             is_one = node.args[0] in found and _is_number(node.args[1])
@@ -578,6 +578,7 @@ def _same_as_losses(graph: fx.Graph, roots: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
+_LINEAR = {"add", "sub", "stack", "cat", "sum", "mean", "unsqueeze", "squeeze", "expand"}
 _SCALES = {"mul", "div", "neg", "detach", "alias", "clone", "_to_copy", "view", "loss_part"}
 
 

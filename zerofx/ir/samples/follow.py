@@ -27,6 +27,7 @@ from zerofx.ir.samples.nodes import (
 )
 from zerofx.ir.samples.values import (
     WHOLE,
+    Dims,
     Kind,
     MixedError,
     Objection,
@@ -48,6 +49,8 @@ class Samples:
     """Each a ``Value``, or a list of them for an operator with several results."""
     sizes: set[int] = field(default_factory=set)
     """Lengths of dimensions that count samples."""
+    numbers: set[int] = field(default_factory=set)
+    """Those of them that a program has as a number, and not as a symbol."""
 
     def follow(self) -> Samples:
         """Find the values of all nodes before the last loss; return itself."""
@@ -92,8 +95,14 @@ class Samples:
                 self.values[node] = value
 
     def _noted(self, node: fx.Node, value: Value) -> Value:
-        self.sizes |= {n for n, span in zip(shape_of(node), value.dims, strict=True) if span}
+        if any(value.dims):
+            self._note_sizes(node.meta["val"].shape, value.dims)
         return value
+
+    def _note_sizes(self, shape: Sequence[Any], dims: Dims) -> None:
+        lengths = [length for length, span in zip(shape, dims, strict=True) if span]
+        self.sizes |= set(map(compat.aot.size_hint, lengths))
+        self.numbers |= {length for length in lengths if not is_symbol(length)}
 
     def _value(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
@@ -162,7 +171,7 @@ class Samples:
                 for span, size in zip(value.dims, shape, strict=True)
             )
             value = replace(value, dims=dims)
-            self.sizes |= {n for n, span in zip(shape, value.dims, strict=True) if span}
+            self._note_sizes(output.shape, dims)
         return value
 
     def _made_of_nothing(self, node: fx.Node) -> list[Value]:

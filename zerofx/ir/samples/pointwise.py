@@ -200,11 +200,13 @@ def _check_length(samples: Samples, node: fx.Node, number: Any, value: Value, di
     is_mean = value.kind in (Kind.TOTAL, Kind.COUNT) and value.degrees == {0}
     if name_of(node) != "mul" or not is_number or not (is_share or is_mean):
         return
-    is_length = is_size(samples, number) if value.is_data else number in samples.sizes
+    is_length = is_size(samples, number) if value.is_data else number in samples.numbers
     if is_length and number > (1 if is_share and value.is_data else 2):
         of = "shares of the batch" if is_share else "a mean over the batch"
         instead = " (weights w / w.mean() have no length in them)" if is_share else ""
-        raise MixedError(node, f"multiplies {of} by the batch's length, {number:g}{instead}", dims)
+        why = f"multiplies {of} by the batch's length, {number:g}{instead}"
+        weight = f"a weight that is {number:g} by chance is written torch.tensor({number:g})"
+        raise MixedError(node, f"{why}; {weight}", dims)
 
 
 def _may_be_count(
@@ -239,7 +241,7 @@ def is_size(samples: Samples, number: float) -> bool:
         return False
     whole = round(abs(number))
     is_whole = whole > 0 and abs(abs(number) - whole) < 1e-6 * abs(number)
-    return is_whole and any(size > 1 and whole % size == 0 for size in samples.sizes)
+    return is_whole and any(size > 1 and whole % size == 0 for size in samples.numbers)
 
 
 def added(
