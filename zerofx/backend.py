@@ -6,6 +6,7 @@ From a step to what runs: ``capture`` -> ``program`` (passes -> agree -> lower) 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import inspect
@@ -17,6 +18,7 @@ import threading
 import time
 import types
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -543,8 +545,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 def copied_containers(value: Any) -> Any:
     """Lists, tuples and dicts anew, of the same values: the step may take them apart."""
-    if type(value) is dict:
-        return {key: copied_containers(one) for key, one in value.items()}
+    if isinstance(value, (dict, UserDict)):
+        new = copy.copy(value)
+        for key, one in value.items():
+            new[key] = copied_containers(one)
+        return new
     if type(value) in (list, tuple):
         return type(value)(map(copied_containers, value))
     return value

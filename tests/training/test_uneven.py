@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
+from collections import UserDict
 from unittest import mock
 
 import pytest
@@ -430,14 +431,14 @@ def take_arguments_apart():
     x = torch.ones(2, WIDTH)
     for _ in range(2):
         parts = [x]
-        step({"x": x}, parts)
+        step(UserDict(x=x), parts)
         parts.clear()
     if dist.get_rank() == 0:
-        step({"x": x}, [x])
-        step({"x": x}, [x])
+        step(UserDict(x=x), [x])
+        step(UserDict(x=x), [x])
     else:
         with pytest.raises(Exception, match="same reduction dim|cannot be multiplied"):
-            step({"x": torch.ones(2, WIDTH + 1)}, [x])
+            step(UserDict(x=torch.ones(2, WIDTH + 1)), [x])
         assert zerofx.no_data(step) == 1
         assert zerofx.no_data(step) == 1
     return model.bias.item()
