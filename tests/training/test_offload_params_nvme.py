@@ -370,7 +370,6 @@ def test_a_batch_that_is_too_large_for_the_disk_is_refused_and_smaller_ones_go_o
 
 
 @pytest.mark.nightly
-@pytest.mark.nightly
 def test_a_bucket_is_read_once_for_all_of_its_whole_parameters(tmp_path):
     pair, compiled = built(), zero(plain, stage=3, **files(tmp_path))
     run(compiled, pair, range(1))
@@ -383,7 +382,7 @@ def test_a_bucket_is_read_once_for_all_of_its_whole_parameters(tmp_path):
     assert 0 < read.call_count == num_shards < len(list(pair[0].parameters()))
 
 
-@pytest.mark.slow(reason="it trains before and after")
+@pytest.mark.nightly
 def test_shards_that_find_no_room_to_come_back_to_are_not_lost(tmp_path, disk):
     expected, pair = built(), built()
     steps = [zero(**SMALL_BUCKETS), zero(clipped, **SMALL_BUCKETS)]

@@ -26,7 +26,6 @@ def zeroing(place: str, zero_grad: Callable):
     return step
 
 
-# A gradient that outlives its call is None before the first and a tensor before the second.
 @form()
 def zero_grad_first(zero):
     return simple(zero, zeroing("first", lambda model, optimizer: optimizer.zero_grad()))
@@ -37,6 +36,7 @@ def model_zero_grad_first(zero):
     return simple(zero, zeroing("first", lambda model, optimizer: model.zero_grad()))
 
 
+# A gradient that outlives its call is None before the first and a tensor before the second.
 @form(graphs=2, only_exhaustive=True)
 def zero_grad_first_to_zeros(zero):
     return simple(zero, zeroing("first", lambda model, optimizer: optimizer.zero_grad(False)))
