@@ -127,3 +127,23 @@ def test_what_needs_more_of_trls_code_is_refused(name, value, tmp_path):
 def test_a_loss_of_ones_own_is_refused_with_where_to_write_it(tmp_path):
     with pytest.raises(ValueError, match="compute_loss_func.*override loss_and_seen"):
         ZeroSFTTrainer(small(), config(tmp_path), compute_loss_func=lambda *_: None)
+
+
+class Doubles(SFTTrainer):
+    def compute_loss(self, *arguments, **named):
+        return 2 * SFTTrainer.compute_loss(self, *arguments, **named)
+
+
+@pytest.mark.parametrize(
+    "bases, own",
+    (((ZeroSFTTrainer,), {"compute_loss": Doubles.compute_loss}), ((ZeroSFTTrainer, Doubles), {})),
+    ids=("in front", "behind"),
+)
+def test_a_compute_loss_that_no_step_calls_is_refused(bases, own, tmp_path):
+    kind = type("Mine", bases, own)
+    with pytest.raises(ValueError, match=r"(Mine|Doubles)\.compute_loss`: override loss_and_seen"):
+        kind(small(), config(tmp_path))
+    loss = {"loss_and_seen": lambda self, inputs, count: None}
+    for known in (type("Known", (kind,), loss), type("Known", bases, {"replaces": (Doubles,)})):
+        with pytest.raises(ValueError, match="train_dataset` is required"):  # what is checked next
+            known(small(), config(tmp_path))

@@ -27,8 +27,9 @@ class ZeroSFTTrainer(ZeroTrainer, SFTTrainer):
     replaces = (SFTTrainer,)
 
     def __init__(self, *arguments: Any, compute_loss_func: Any = None, **named: Any) -> None:
+        _check_loss(type(self))
         if compute_loss_func is not None:
-            raise _cannot("compute_loss_func", "override loss_and_seen, which is compiled")
+            raise _cannot("compute_loss_func", _COMPILED)
         super().__init__(*arguments, **named)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -84,6 +85,18 @@ class ZeroSFTTrainer(ZeroTrainer, SFTTrainer):
         found["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:
             found["aux_loss"].append(gathered["aux_loss"].mean().item())
+
+
+_COMPILED = "override loss_and_seen, which is compiled"
+
+
+def _check_loss(kind: Any) -> None:
+    """Raises: ValueError for a ``compute_loss`` that no step would call."""
+    order = kind.__mro__[: kind.__mro__.index(SFTTrainer)]
+    known = {ZeroSFTTrainer, *(one for each in order for one in vars(each).get("replaces", ()))}
+    lost = [other for other in order if "compute_loss" in vars(other) and other not in known]
+    if lost and kind.loss_and_seen is ZeroSFTTrainer.loss_and_seen:
+        raise _cannot(f"{lost[0].__name__}.compute_loss", _COMPILED)
 
 
 def _cannot(name: str, remedy: str) -> ValueError:
