@@ -30,6 +30,7 @@ import zerofx
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainers import CLASSES as VOCABULARY
 from tests.kit.trainers import (
+    ROWS,
     arguments,
     as_torchrun,
     built,
@@ -507,6 +508,15 @@ def test_a_mean_that_was_taken_for_a_part_is_refused_with_the_remedy():
     with pytest.raises(StepError) as refused, explained(True):
         raise StepError("loss=global: gradients of several calls are added up")
     assert "set loss_is_scaled_for_ga = False in your trainer's class" in refused.value.__notes__[0]
+
+
+def test_a_training_that_has_ended_makes_no_update_more(tmp_path):
+    given = {"max_steps": 1, "per_device_train_batch_size": ROWS, "save_strategy": "steps"}
+    train_alone(tmp_path, {**given, "save_steps": 1})
+    data = {"train_dataset": rows(), "zero": {"lowering": "eager"}}
+    trainer = ZeroTrainer(built(), arguments(tmp_path, **given), **data)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert trainer.state.global_step == 1 == len(logged(trainer, "loss"))
 
 
 class Endless(IterableDataset):

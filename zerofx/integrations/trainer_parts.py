@@ -185,7 +185,22 @@ def divides_by_items(model: Any) -> bool:
     )
 
 
-def renumber(state: Any, step: int, args: Any) -> None:
+def at_same_share(
+    state: Any, args: Any, batches_in_epoch: int, updates_in_epoch: int
+) -> tuple[int, int]:
+    """Return the epochs and, of the next, the batches that as many samples are now.
+
+    Raises: ValueError where the best checkpoint would be lost.
+    """
+    epoch, share = divmod(state.epoch, 1)
+    micro_batches = args.gradient_accumulation_steps
+    updates = round(share * batches_in_epoch) // micro_batches
+    if args.max_steps <= 0:  # it ends with an epoch, whose updates are others now
+        _renumber(state, int(epoch) * updates_in_epoch + updates, args)
+    return int(epoch), 0 if args.ignore_data_skip else updates * micro_batches
+
+
+def _renumber(state: Any, step: int, args: Any) -> None:
     """Go on with another number of updates.  Raises: ValueError where the best would be lost."""
     if step < state.global_step:
         best = Path(state.best_model_checkpoint or "")

@@ -40,6 +40,7 @@ from zerofx.integrations.models import (
 from zerofx.integrations.trainer_parts import (
     OnShards,
     are_parts,
+    at_same_share,
     averaging_as_asked,
     check_adapters,
     check_class,
@@ -49,7 +50,6 @@ from zerofx.integrations.trainer_parts import (
     has_loss_of,
     leave_unwrapped,
     load_schedule,
-    renumber,
 )
 
 check_library(
@@ -281,15 +281,14 @@ class ZeroTrainer(Trainer):
         begin = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        steps_in_epoch = self._zero_steps_in_epoch
-        if resume_from_checkpoint is None or not self.state.epoch or steps_in_epoch is None:
+        if resume_from_checkpoint is None:
             return begin
-        epoch, share = divmod(self.state.epoch, 1)
-        micro_batches = self.args.gradient_accumulation_steps
-        steps = round(share * steps_in_epoch) // micro_batches
-        if self.args.max_steps <= 0:  # it ends with an epoch, whose steps are others now
-            renumber(self.state, int(epoch) * num_update_steps_per_epoch + steps, self.args)
-        return int(epoch), 0 if self.args.ignore_data_skip else steps * micro_batches
+        if self.state.epoch and self._zero_steps_in_epoch is not None:
+            begin = at_same_share(
+                self.state, self.args, self._zero_steps_in_epoch, num_update_steps_per_epoch
+            )
+        has_ended = self.state.global_step >= max_steps
+        return (sys.maxsize, 0) if has_ended else begin  # behind any epoch there could be
 
 
 class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
