@@ -510,6 +510,26 @@ def test_a_mean_that_was_taken_for_a_part_is_refused_with_the_remedy():
     assert "set loss_is_scaled_for_ga = False in your trainer's class" in refused.value.__notes__[0]
 
 
+def begin(trainer, checkpoint):
+    """Begin a training; return the epochs and the batches that have been seen."""
+    loader = trainer.get_train_dataloader()
+    epochs, steps_in_epoch, *_, steps = trainer.set_initial_training_values(trainer.args, loader)
+    begun = trainer._init_training_state(steps, steps_in_epoch, epochs, checkpoint, None)
+    trainer._prepare_for_training(steps, loader, checkpoint)
+    return begun
+
+
+def test_the_schedule_of_trainers_own_checkpoint_goes_on_at_the_same_share(tmp_path):
+    """Two updates of four are one of two with twice the samples."""
+    given = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2}
+    train_alone(tmp_path, {**given, "per_device_train_batch_size": 12})
+    given["per_device_train_batch_size"] = 24
+    trainer = ZeroTrainer(built(), arguments(tmp_path, **given), train_dataset=rows())
+    assert begin(trainer, str(tmp_path / "checkpoint-2")) == (1, 0)
+    assert trainer.state.global_step == trainer.lr_scheduler.last_epoch == 1
+    assert trainer.lr_scheduler.get_last_lr() == pytest.approx(2 * [0.5e-2])
+
+
 def test_a_training_that_has_ended_makes_no_update_more(tmp_path):
     given = {"max_steps": 1, "per_device_train_batch_size": ROWS, "save_strategy": "steps"}
     train_alone(tmp_path, {**given, "save_steps": 1})

@@ -16,7 +16,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
-from transformers.trainer import SCHEDULER_NAME
 
 import zerofx
 from zerofx.integrations.models import is_peft
@@ -216,10 +215,9 @@ def _renumber(state: Any, step: int, args: Any) -> None:
     state.global_step = step
 
 
-def load_schedule(checkpoint: Path, scheduler: Any, step: int) -> None:
-    """Load a schedule, and go to another step where updates have been renumbered."""
-    scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER_NAME, weights_only=True))
-    if scheduler.last_epoch != step and isinstance(scheduler, LambdaLR):
+def go_to(step: int, scheduler: Any) -> None:
+    """Have a schedule that was loaded at another step, where updates have been renumbered."""
+    if isinstance(scheduler, LambdaLR) and scheduler.last_epoch not in (0, step):
         scheduler.last_epoch = step - 1
         scheduler.step()
 

@@ -47,9 +47,9 @@ from zerofx.integrations.trainer_parts import (
     checked,
     divides_by_items,
     explained,
+    go_to,
     has_loss_of,
     leave_unwrapped,
-    load_schedule,
 )
 
 check_library(
@@ -245,11 +245,13 @@ class ZeroTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if not is_saved_in(checkpoint):
+        if is_saved_in(checkpoint):
+            zerofx.load(self._zero_shards_in(checkpoint), self.model, [self.optimizer.optimizer])
+            schedule = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+            self.lr_scheduler.load_state_dict(schedule)
+        else:
             super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        zerofx.load(self._zero_shards_in(checkpoint), self.model, [self.optimizer.optimizer])
-        load_schedule(Path(checkpoint), self.lr_scheduler, self.state.global_step)
+        go_to(self.state.global_step, self.lr_scheduler)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
