@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
+import zerofx
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainers import as_torchrun, built, logged
 from zerofx.integrations.trl import ZeroSFTTrainer
@@ -113,6 +114,23 @@ def test_a_prompt_that_is_learnt_is_trained_and_saved(tmp_path):
     torch.testing.assert_close(found, expected, rtol=5e-6, atol=2e-6)
     prompts = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("zero", "trl"))
     torch.testing.assert_close(*prompts, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow(reason="trains a step through TRL, and evaluates compiled")
+def test_behind_a_step_it_evaluates_as_trl_does(tmp_path):
+    given = {"max_steps": 1, "per_device_train_batch_size": 12, "loss_type": "dft"}
+    data = {"train_dataset": texts(), "eval_dataset": texts(), "processing_class": tokenizer()}
+    model, zero = small(), {"lowering": "eager", "stage": 3}
+    ours = ZeroSFTTrainer(model, config(tmp_path, **given), zero=zero, **data)
+    ours.train()
+    found = ours.evaluate(), ours.predict(ours.eval_dataset)
+    zerofx.unshard(model, ours.optimizer.optimizer)
+    theirs = SFTTrainer(model, config(tmp_path, **given), **data)
+    expected = theirs.evaluate(), theirs.predict(theirs.eval_dataset)
+    for name in ("loss", "entropy", "mean_token_accuracy"):
+        assert found[0][f"eval_{name}"] == pytest.approx(expected[0][f"eval_{name}"], rel=5e-6)
+    assert found[0]["eval_num_tokens"] > expected[0]["eval_num_tokens"] == 0
+    torch.testing.assert_close(found[1].predictions, expected[1].predictions, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from zerofx.integrations.trl import ZeroSFTTrainer as SFTTrainer
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ class ZeroSFTTrainer(ZeroTrainer, SFTTrainer):
     """``trl.SFTTrainer`` through ``backend="zero"``: see ``ZeroTrainer``.
 
     TRL reads a loss's entropy and accuracy while it computes it; here the compiled step returns
-    their sums, and they are read behind it.
+    their sums, and they are read behind it.  So is an evaluation's loss computed of a model that is
+    in shards, or by a ``loss_and_seen`` of one's own.
 
     Raises: ValueError, when it is made, for a loss or an option that needs more of TRL's own code.
     """
@@ -71,20 +74,51 @@ class ZeroSFTTrainer(ZeroTrainer, SFTTrainer):
 
     def measure(self, inputs: dict[str, Any], seen: Any) -> None:
         gathered = {name: self.accelerator.gather(value) for name, value in seen.items()}
-        found = self._metrics["train"]
+        found = self._metrics["train" if self.model.training else "eval"]
         valid = max(gathered["valid"].sum().item(), 1)
         found["entropy"].append(gathered["entropy"].sum().item() / valid)
         found["mean_token_accuracy"].append(gathered["correct"].sum().item() / valid)
-        tokens = inputs.get("attention_mask")
-        number = (
-            tokens.sum()
-            if tokens is not None
-            else inputs["position_ids"].new_tensor(inputs["position_ids"].size(1))
-        )
-        self._total_train_tokens += self.accelerator.gather(number).sum().item()
-        found["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:
             found["aux_loss"].append(gathered["aux_loss"].mean().item())
+        if self.model.training:
+            tokens = inputs.get("attention_mask")
+            number = (
+                tokens.sum()
+                if tokens is not None
+                else inputs["position_ids"].new_tensor(inputs["position_ids"].size(1))
+            )
+            self._total_train_tokens += self.accelerator.gather(number).sum().item()
+        found["num_tokens"] = [self._total_train_tokens]
+
+    # Evaluation
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Compute an evaluation's loss: TRL's own way has no whole graph, which shards need."""
+        is_trls = type(self).loss_and_seen is ZeroSFTTrainer.loss_and_seen
+        if self.model.training or (self._zero_is_whole and is_trls):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        evaluate = self._zero_evaluate_loss if self._zero_is_whole else self._zero_loss_on_shards
+        loss, seen = evaluate(inputs)
+        self.measure(inputs, seen)
+        if not return_outputs:
+            return loss
+        asked = {name: value for name, value in inputs.items() if "labels" not in name}
+        return loss, model(**asked, use_cache=False)
+
+    @functools.cached_property
+    def _zero_loss_on_shards(self) -> Callable:
+        options = {**self._zero_options, "loss": "rank"}
+        return torch.compile(self._zero_evaluate_loss, backend="zero", options=options)
+
+    @torch.no_grad()
+    def _zero_evaluate_loss(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        return self.loss_and_seen(inputs, None)
 
 
 _COMPILED = "override loss_and_seen, which is compiled"
