@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -340,6 +341,23 @@ def saved_in_part(folder):
 def test_a_state_that_was_saved_in_part_is_not_loaded(ranks, tmp_path):  # noqa: F811
     for message in ranks(2).run(saved_in_part, str(tmp_path / "saved")):
         assert "was not saved to the end" in message and "Load another checkpoint" in message
+
+
+def counted(folder):
+    """Return the count of micro-batches that a rank goes on with, of which the first has saved."""
+    with as_torchrun():
+        accelerator = Loop(4, gradient_accumulation_steps=3).accelerator
+        accelerator.step = 2
+        accelerator.save_state(folder)
+        if not accelerator.is_main_process:  # as if it had not been there
+            Path(folder, f"random_states_{accelerator.process_index}.pkl").unlink()
+        accelerator.step = 0
+        accelerator.load_state(folder)
+        return accelerator.step
+
+
+def test_a_rank_that_has_come_later_counts_micro_batches_as_the_others(ranks, tmp_path):  # noqa: F811
+    assert ranks(2).run(counted, str(tmp_path / "saved")) == [2, 2]
 
 
 def refusal(given):

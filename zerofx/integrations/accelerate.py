@@ -213,6 +213,9 @@ class ZeroAccelerator(Accelerator):
                 super().load_state(input_dir, *others, **named)
             finally:
                 hook.remove()
+        # A rank that has not saved finds no count of micro-batches, and would update by itself.
+        ranks = meet(nn.ModuleList(prepared[0]), prepared[1])
+        self.step = ranks.on_first(lambda: self.step)
         for shards, model, optimizers in found:
             zerofx.load(shards, model, optimizers)
 
