@@ -539,6 +539,18 @@ def test_a_training_that_has_ended_makes_no_update_more(tmp_path):
     assert trainer.state.global_step == 1 == len(logged(trainer, "loss"))
 
 
+@pytest.mark.slow(reason="trains a step through Trainer, and evaluates compiled")
+def test_a_new_trainer_evaluates_a_model_that_is_in_shards(tmp_path):
+    model, zero = built(), {"lowering": "eager", "stage": 3}
+    given = arguments(tmp_path, max_steps=1)
+    trainer = ZeroTrainer(model, given, train_dataset=rows(), zero=zero)
+    trainer.train()
+    found = ZeroTrainer(model, given, eval_dataset=rows(8), zero=zero).evaluate()["eval_loss"]
+    zerofx.unshard(model, trainer.optimizer.optimizer)
+    expected = Trainer(model, given, eval_dataset=rows(8)).evaluate()["eval_loss"]
+    assert found == pytest.approx(expected, rel=2e-6)
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         return iter(rows())

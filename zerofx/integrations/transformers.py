@@ -20,6 +20,7 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import has_length
 
 import zerofx
+from zerofx.checkpoint.contents import bound_parameters
 from zerofx.integrations.checkpoints import (
     Saved,
     is_saved_in,
@@ -91,9 +92,10 @@ class ZeroTrainer(Trainer):
         self._zero_forward: Callable | None = None
         self._zero_norm: torch.Tensor | None = None
         self._zero_saved: Saved | None = None  # by a checkpoint that is being written
-        self._zero_is_whole = True  # what the model's parameters are between calls
         self._zero_is_resumed = False
         super().__init__(plain(model), *others, **named)
+        # What the model's parameters are between calls: another trainer may have it in shards.
+        self._zero_is_whole = not bound_parameters(self.model)
         check_adapters(self.model, self.args)
         if has_loss_of(self, ZeroTrainer) and not divides_by_items(self.model):
             self.model_accepts_loss_kwargs = False
