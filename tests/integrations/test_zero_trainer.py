@@ -539,6 +539,21 @@ def test_a_training_that_has_ended_makes_no_update_more(tmp_path):
     assert trainer.state.global_step == 1 == len(logged(trainer, "loss"))
 
 
+def first_values(folder):
+    """Return the values that a rank evaluates with before it trains, of ranks that differ."""
+    with as_torchrun():
+        given = arguments(folder, eval_on_start=True, max_steps=1)
+        trainer = ZeroTrainer(built(), given, train_dataset=rows(), eval_dataset=rows())
+        with torch.no_grad():
+            trainer.model.lm_head.weight.fill_(trainer.args.process_index)
+        begin(trainer, None)
+        return trainer.model.lm_head.weight.unique().tolist()
+
+
+def test_an_evaluation_before_the_training_is_one_of_the_first_ranks_values(ranks, tmp_path):  # noqa: F811
+    assert ranks(2).run(first_values, str(tmp_path)) == [[0.0], [0.0]]
+
+
 @pytest.mark.slow(reason="trains a step through Trainer, and evaluates compiled")
 def test_a_new_trainer_evaluates_a_model_that_is_in_shards(tmp_path):
     model, zero = built(), {"lowering": "eager", "stage": 3}

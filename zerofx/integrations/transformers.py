@@ -52,6 +52,8 @@ from zerofx.integrations.trainer_parts import (
     has_loss_of,
     leave_unwrapped,
 )
+from zerofx.runtime.comm.communication import Communicator
+from zerofx.runtime.memory.flat import make_equal
 
 check_library(
     "transformers",
@@ -110,6 +112,8 @@ class ZeroTrainer(Trainer):
         self._zero_update = None
         prepared = super()._prepare_for_training(*arguments)
         self.optimizer.has_updated = False
+        if self.args.eval_on_start and self._zero_is_whole:  # as DDP has done by then
+            make_equal((*self.model.parameters(), *self.model.buffers()), Communicator.of(None))
         return prepared
 
     # The step
@@ -274,25 +278,17 @@ class ZeroTrainer(Trainer):
         return epochs, *values[1:]
 
     def _init_training_state(
-        self,
-        max_steps: int,
-        num_update_steps_per_epoch: int,
-        num_train_epochs: int,
-        resume_from_checkpoint: str | None,
-        trial: Any,
+        self, max_steps: int, updates_in_epoch: int, epochs: int, checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
         """Go on in the data where as many samples have been seen, whatever the ranks were."""
-        begin = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
-        if resume_from_checkpoint is None:
+        given = max_steps, updates_in_epoch, epochs, checkpoint, trial
+        begin, batches = super()._init_training_state(*given), self._zero_steps_in_epoch
+        if checkpoint is None:
             return begin
-        if self.state.epoch and self._zero_steps_in_epoch is not None:
-            begin = at_same_share(
-                self.state, self.args, self._zero_steps_in_epoch, num_update_steps_per_epoch
-            )
+        if self.state.epoch and batches is not None:
+            begin = at_same_share(self.state, self.args, batches, updates_in_epoch)
         has_ended = self.state.global_step >= max_steps
-        return (sys.maxsize, 0) if has_ended else begin  # behind any epoch there could be
+        return (epochs, 0) if has_ended else begin
 
 
 class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
