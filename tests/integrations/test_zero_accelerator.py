@@ -421,6 +421,9 @@ def misused():
             step(x, y)
         with pytest.raises(StepError, match=r"behind the loop: while zerofx\.no_data\(step\)"):
             loop.accelerator.join_uneven_inputs([loop.model], even_batches=False)
+        uneven = ZeroAccelerator(zero={"uneven": 1}, gradient_accumulation_steps=2, cpu=True)
+        with pytest.raises(ValueError, match="gradient_accumulation_steps=2: .*even_batches=True"):
+            uneven.compile(step)
         sharded = fully_shard(nn.Linear(2, 2))
         with pytest.raises(ValueError, match="wrapped in .* already.*give the plain one"):
             loop.accelerator.prepare(sharded)

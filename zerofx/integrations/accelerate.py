@@ -34,6 +34,7 @@ from zerofx.integrations.models import (
     plain,
     whole_values,
 )
+from zerofx.options import resolve
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
@@ -89,7 +90,18 @@ class ZeroAccelerator(Accelerator):
         """Compile what is done with a batch: forward, backward, clipping and the update.
 
         Also of use for a function under ``torch.no_grad()``, which evaluates.
+
+        Raises: ValueError for micro-batches of which ranks have unequally many.
         """
+        parts = self.gradient_accumulation_steps
+        if parts > 1 and resolve(self._zero).uneven:
+            raise ValueError(
+                "ZeroAccelerator cannot train with `uneven` and "
+                f"gradient_accumulation_steps={parts}: Accelerate updates where a rank's own "
+                "batches end, and the others would still be adding up. Leave `uneven` out, and let "
+                "ranks have equally many batches (even_batches=True, the default); or loop over "
+                "the micro-batches inside of the step."
+            )
         compiled = torch.compile(step, backend="zero", options=self._zero)
 
         @functools.wraps(compiled)  # with its marks, by which zerofx.no_data knows a step
