@@ -508,6 +508,9 @@ def test_a_mean_that_was_taken_for_a_part_is_refused_with_the_remedy():
     with pytest.raises(StepError) as refused, explained(True):
         raise StepError("loss=global: gradients of several calls are added up")
     assert "set loss_is_scaled_for_ga = False in your trainer's class" in refused.value.__notes__[0]
+    with pytest.raises(StepError) as refused, explained(True):
+        raise StepError("loss.item() reads a value while the step is compiled")
+    assert not hasattr(refused.value, "__notes__")
 
 
 def begin(trainer, checkpoint):

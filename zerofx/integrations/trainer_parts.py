@@ -140,11 +140,11 @@ def are_parts(trainer: Any, num_items_in_batch: Any) -> bool:
 
 @contextmanager
 def explained(are_parts: bool) -> Iterator[None]:
-    """Say of a loss that is refused, and was to be divided by the number of items, how to go on."""
+    """Say how to go on where loss=global refuses a loss that was to be a part of a mean."""
     try:
         yield
     except zerofx.StepError as error:
-        if are_parts:
+        if are_parts and "loss=global" in str(error):
             error.add_note(
                 "Trainer takes this loss for one that is divided by num_items_in_batch. If it is a "
                 "mean of each batch, set loss_is_scaled_for_ga = False in your trainer's class, or "
