@@ -181,6 +181,8 @@ class Program:
         runtime.program = lower(self.lowered.gm, runtime.kernels())
         self.at_once = self.function.at_once(self.rewritten, runtime.communicates)
         if self.at_once is None or self.at_once.step:  # another program has begun
+            if self.at_once is not None:
+                self.at_once.join(runtime.program)
             self.first_call.compile_regions(runtime.program)
         else:
             self.at_once.add(runtime.program)

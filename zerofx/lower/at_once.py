@@ -149,6 +149,18 @@ class AtOnce:
                 take = partial(_take, region, regions.values())
                 self._send(name, Work(region.text, data), id(region), take)
 
+    def join(self, program: nn.Module) -> None:
+        """Have regions of a later program wait where an equal one does, and be taken over with it.
+
+        Another rank may run the earlier program still, and may have that region in common.
+        """
+        of_text = {unit.text: unit for unit in self._units.values()}
+        regions = [one for one in program.children() if isinstance(one, CompiledRegion)]
+        for region in regions:
+            if (unit := of_text.get(region.text)) is not None:
+                region.waits = True
+                unit.takes[id(region)] = partial(_take, region, regions)
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Surround one step: it begins by taking over what is compiled on all ranks."""

@@ -323,7 +323,11 @@ def compile_regions(program: nn.Module) -> Iterator[CompiledRegion]:
 def to_compile(program: nn.Module) -> list[CompiledRegion]:
     """Return the first of each distinct region that is not yet compiled, largest first."""
     regions = [child for child in program.children() if isinstance(child, CompiledRegion)]
-    distinct = {region.text: region for region in reversed(regions) if region.is_to_compile}
+    distinct = {
+        region.text: region
+        for region in reversed(regions)
+        if region.is_to_compile and not region.waits
+    }
     return sorted(distinct.values(), key=lambda one: len(one.gm.graph.nodes), reverse=True)
 
 
