@@ -132,6 +132,7 @@ class CompiledFunction:
         self.attempt: int | None = None  # which one offload="auto" has come to
         self.choice: Choice | None = None  # what plan="auto" has come to
         self.starting: dict[int, AtOnce] = {}  # by the program's digest
+        self.meetings: dict[int, Agreement] = {}  # of these
         self.record: Record | None = None  # of these
         self.first_call = FirstCall(0.0)  # or the last call that has compiled
         self.copies = Copies(REGISTRY.host)
@@ -275,8 +276,13 @@ class CompiledFunction:
         except AgreementError:
             raise  # which all ranks have seen
         except Exception as error:
-            self.agreement.fail(f"{type(error).__name__}: {error}")
+            for meeting in (self.agreement, *self._starting_together()):
+                meeting.fail(f"{type(error).__name__}: {error}")
             raise
+
+    def _starting_together(self) -> list[Agreement]:
+        """Return where ranks still meet at the beginning of steps, with ``start="at_once"``."""
+        return [self.meetings[n] for n, start in self.starting.items() if not start.is_over]
 
     def _is_kept(self) -> bool:
         """Return whether programs of earlier starts are taken, and this one's kept for later ones.
@@ -475,6 +481,7 @@ class CompiledFunction:
         if made.digest not in self.starting:
             rank, scope = self.communicator.rank, f"{self.agreement.scope}/{made.digest}"
             agreement = Agreement(self.agreement.store, rank, self.communicator.world_size, scope)
+            self.meetings[made.digest] = agreement
             # What changes nothing that ranks have in common, they may call alone.
             is_common = communicates or bool(updates(made.gm.graph))
 

@@ -457,6 +457,27 @@ def test_the_process_ends_when_it_is_told_to_though_others_hold_its_pipe():
     os.close(held)
 
 
+def fail_alone():
+    model = Tower(200)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = torch.compile(step_with(squared_loss), backend="zero", options={"start": "at_once"})
+    step(model, optimizer, torch.ones(4, 6), torch.ones(4, 3))
+    if torch.distributed.get_rank():
+        with (
+            mock.patch.object(backend, "StepCapture", side_effect=StepError("no such batch")),
+            pytest.raises(StepError, match="no such batch"),
+        ):
+            step(model, optimizer, torch.ones(5, 6), torch.ones(5, 3))
+    else:
+        with pytest.raises(AgreementError, match="no such batch"):
+            step(model, optimizer, torch.ones(4, 6), torch.ones(4, 3))
+
+
+@pytest.mark.slow(reason="ranks compile")
+def test_a_rank_that_cannot_compile_is_heard_where_a_step_begins(ranks):  # noqa: F811
+    ranks(2).run(fail_alone, timeout_s=100.0)
+
+
 def start_apart():
     start = "at_once" if torch.distributed.get_rank() else "compiled"
     with pytest.raises(AgreementError, match="start: compiled"):
