@@ -79,9 +79,10 @@ def shard_parameters(gm: fx.GraphModule, ctx: PassContext) -> Counts:
             propagation.add_source(cast, info, node, regather=True, cast_to=dtype)
     for whole, shard in gathered:
         info = ctx.table[parameter_of(whole)]
-        if info.parts > 1:
-            shard = _kept(propagation, info, inputs[info.index], whole, shard)
-        propagation.add_source(whole, info.kept, shard, regather=True)
+        is_own = shard.target is ops.update or info.index in map(_written, whole.users)
+        if is_own and info.parts > 1:
+            shard, info = _kept(propagation, info, inputs[info.index], whole, shard), info.kept
+        propagation.add_source(whole, info, shard, regather=True)
     return {"sharded parameters": len(inputs), **propagation.run()}
 
 
@@ -105,7 +106,8 @@ def _kept(
 def _gathered_updates(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     """Whole new values of parameters and the shards they were gathered from; drops their ``free``.
 
-    By an optimizer's update, or by arithmetic that the step writes to the parameter itself.
+    By an optimizer's update, or by arithmetic that the step writes to the parameter itself or, as
+    an average of weights, to another.
     """
     found = []
     for wait in [node for node in graph.nodes if node.target is ops.wait]:
@@ -114,7 +116,7 @@ def _gathered_updates(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
             continue
         gathered = _gathered(wait)
         written = all(
-            shard.target is ops.update or any(map(_is_new_value, whole.users))
+            shard.target is ops.update or any(_written(user) >= 0 for user in whole.users)
             for whole, shard in gathered
         )
         if not written:
@@ -138,6 +140,7 @@ def _gathered(wait: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     return [(node, shards.get(parameter_of(node), packed)) for node in wholes]
 
 
-def _is_new_value(node: fx.Node) -> bool:
+def _written(node: fx.Node) -> int:
+    """Index of the parameter that a node writes to; -1 for none."""
     into = written_input(node)
-    return into is not None and into.kind == "parameter"
+    return into.parameter if into is not None and into.kind == "parameter" else -1

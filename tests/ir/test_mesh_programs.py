@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.kit.covering import each_pair, first
+from tests.kit.covering import each_pair, each_value, first
 from tests.kit.programs import (
+    assert_same_numerics,
     capture,
     clone,
     context_of,
@@ -342,6 +343,41 @@ def test_keeping_gathered_saves_the_time_of_the_links_that_a_gather_goes_over(is
         run_pipeline(program.gm, ctx, rewrites(PIPELINE))
     inside, between = 0.5 + 1000 / 2 / 500, 1.0 + 500 / 2 / 125
     assert asked == [[inside + between if is_cut else inside, True]]
+
+
+def follower(updates: bool, is_alike: bool, outer_stage: int):
+    """A step in whose course frozen copies of two weights follow them, or take their gradients.
+
+    Copies that are not alike lie in their bucket in another order than the weights do in theirs.
+    """
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(*shape)) for shape in ((6, 3), (3,))]
+    copies = [nn.Parameter(w.detach().clone(), requires_grad=False) for w in weights]
+    pairs = list(zip(copies, weights, strict=True))[:: 1 if is_alike else -1]
+    optimizer = torch.optim.AdamW(weights, lr=0.1)
+
+    def step(x):
+        (x @ weights[0] * weights[1]).square().mean().backward()
+        if updates:
+            optimizer.step()
+        with torch.no_grad():
+            for copy, weight in pairs:
+                if updates:
+                    copy.lerp_(weight, 0.25)
+                else:
+                    copy.sub_(weight.grad)
+        optimizer.zero_grad()
+
+    return capture(step, torch.randn(4, 6), axes=NODES, outer_stage=outer_stage)
+
+
+@pytest.mark.parametrize(
+    ("updates", "is_alike", "outer_stage"), each_value((False, True), (False,), (1, 2))
+)
+def test_a_value_of_one_parameter_is_written_to_another_alone(updates, is_alike, outer_stage):
+    captured = follower(updates, is_alike, outer_stage)
+    found = execute(rewritten_by_rank(captured, stage=3))
+    assert_same_numerics(execute(captured), found, bitwise=False)
 
 
 def reductions(program, axis):
