@@ -372,7 +372,7 @@ def follower(updates: bool, is_alike: bool, outer_stage: int):
 
 
 @pytest.mark.parametrize(
-    ("updates", "is_alike", "outer_stage"), each_value((False, True), (False,), (1, 2))
+    ("updates", "is_alike", "outer_stage"), each_value((False, True), (False, True), (1, 2))
 )
 def test_a_value_of_one_parameter_is_written_to_another_alone(updates, is_alike, outer_stage):
     captured = follower(updates, is_alike, outer_stage)
