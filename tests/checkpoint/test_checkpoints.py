@@ -11,11 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerofx
 from tests.kit.checkpoints import assert_same, load_and_train, save_trained, train, zero
 from tests.kit.covering import each_pair, only
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
+from tests.runtime.parameters.test_parameters import bind
+from zerofx.runtime.comm.communication import Communicator
+from zerofx.runtime.parameters.registry import REGISTRY
 
 SIZES, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)
 
@@ -113,3 +117,23 @@ def test_every_rank_writes_its_part_and_sends_names_alone(stage, ranks, tmp_path
     for sent, written in ranks(3).run(count_what_is_sent, tmp_path / "a", stage):
         assert 0 < sent < whole / 50
         assert whole / 3 < written < whole / 3 * 1.05
+
+
+def save_models_of_the_same_ranks(path) -> None:
+    """Two of three models are over meshes of their own, and one is over all ranks."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(5, 3) for _ in range(3)])
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    for part, outer_stage in zip(model, (3, 3, None), strict=True):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("node", "gpu"))
+        bind(part, communicator=Communicator.of(mesh, outer_stage))
+    zerofx.save(path, model)
+    model.load_state_dict({name: value + 1 for name, value in saved.items()})
+    with zerofx.full_params(model):
+        assert not REGISTRY.barrier.written, "all writes are confirmed"
+    zerofx.load(path, model)
+    assert_same(dict(model.state_dict()), saved)
+
+
+def test_models_over_meshes_of_the_same_ranks_are_saved_together(ranks, tmp_path):  # noqa: F811
+    ranks(2).run(save_models_of_the_same_ranks, tmp_path / "a")

@@ -46,8 +46,8 @@ def info_of(
     )
 
 
-def bind(model: nn.Module, stage: int = 3):
-    communicator = Communicator.of(None)
+def bind(model: nn.Module, stage: int = 3, communicator: Communicator | None = None):
+    communicator = communicator or Communicator.of(None)
     table = [
         (parameter, info_of(parameter, name, communicator.world_size, index, communicator.rank))
         for index, (name, parameter) in enumerate(model.named_parameters())
