@@ -22,9 +22,11 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx  # noqa: F401 - makes the backend known
 from tests.kit.coded_reductions import NODES, wide_mlp
 from tests.kit.covering import first
-from tests.kit.programs import rewritten
+from tests.kit.programs import capture, mlp_step, rewritten
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx import compat
+from zerofx.ir import ops
+from zerofx.ir.interface import InputRole, set_input_role
 from zerofx.lower.lowering import lower
 from zerofx.lower.regions import CompiledRegion
 from zerofx.passes.fuse.form_regions import form_regions
@@ -33,6 +35,8 @@ aten = torch.ops.aten
 
 
 def lowered_with_regions(gm):
+    for node in gm.graph.find_nodes(op="placeholder"):
+        set_input_role(node, node.meta.get("zerofx_input", InputRole("other")))
     form_regions(gm, None)
     return lower(gm, {})
 
@@ -95,15 +99,53 @@ def test_a_region_may_read_a_view_of_a_larger_tensor():
     torch.testing.assert_close(mean, (batch[4:] @ weight).mean())
 
 
+def computed_alike(captured, **options):
+    """The operators of regions that replicas have alike."""
+    regions = lowered_with_regions(rewritten(captured, **options).gm).children()
+    marked = [one for one in regions if compat.inductor.ALIKE in one.text]
+    return {node.target for one in marked for node in one.gm.graph.nodes}
+
+
 @pytest.mark.parametrize(("stage", "axes"), [(0, ()), (1, ()), (3, ()), (1, NODES), (3, NODES)])
 def test_regions_that_replicas_have_alike_add_up_in_one_order(stage, axes):
     """Norms of averaged gradients: Inductor would time its configurations on each rank."""
-    captured = wide_mlp(axes=axes, clip=True)
-    regions = lowered_with_regions(rewritten(captured, stage=stage).gm).children()
-    marked = [one for one in regions if compat.inductor.ALIKE in one.text]
-    targets = {node.target for one in marked for node in one.gm.graph.nodes}
+    targets = computed_alike(wide_mlp(axes=axes, clip=True), stage=stage)
     assert (aten.linalg_vector_norm.default in targets) is (stage == 0 or bool(axes))
     assert aten.mm.default not in targets, "nothing of forward and backward"
+
+
+def test_so_do_those_of_gradients_that_travel_in_buckets():
+    captured = mlp_step(num_layers=1, clip=True)
+    targets = {node.target for node in rewritten(captured, stage=0, bucket=True).graph.nodes}
+    assert ops.all_reduce_bucket_start in targets and ops.all_reduce_start not in targets
+    found = computed_alike(captured, stage=0, bucket=True)
+    assert aten.linalg_vector_norm.default in found and aten.mm.default not in found
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_replicas_normalise_their_weights_alike(is_before):
+    """Those of a step before the update, which are of no gradient, and those after it."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+
+    @torch.no_grad()
+    def normalise():
+        model.weight.div_(model.weight.norm(dim=1, keepdim=True))
+
+    def step(x):
+        if is_before:
+            normalise()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not is_before:
+            normalise()
+
+    captured = capture(step, torch.randn(3, 6), world_size=2)
+    for stage in (0, 3):
+        found = computed_alike(captured, stage=stage, bucket=True)
+        assert (aten.linalg_vector_norm.default in found) is (stage == 0)
 
 
 def test_they_try_no_configurations_on_an_accelerator():

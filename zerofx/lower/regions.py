@@ -17,8 +17,9 @@ from zerofx import compat
 from zerofx.compat.inductor import Like
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, memory_of, uses
-from zerofx.ir.interface import InputRole, region_of
+from zerofx.ir.interface import input_role, region_of, written_input
 from zerofx.ir.key import key_of
+from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role, role
 from zerofx.ir.sizes import is_symbolic
 from zerofx.ir.source import call_text, layout_text
@@ -51,7 +52,7 @@ def with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
         logger.warning(FLEX)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    alike = _of_averages(gm.graph)
+    alike = _alike_on_ranks(gm.graph)
     # In a list, for the iterator that torch has over nodes begins anew when it has ended.
     for number, run in itertools.groupby(list(gm.graph.nodes), region_of):
         nodes = list(run)
@@ -66,22 +67,36 @@ def with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
     return graph
 
 
-def _of_averages(graph: fx.Graph) -> set[fx.Node]:
-    """Return what is computed of averaged gradients that several ranks have.
+def _alike_on_ranks(graph: fx.Graph) -> set[fx.Node]:
+    """Return what several ranks have alike: what is computed of averaged gradients.
 
-    A norm of these, added up in another order, would have replicas drift apart by last bits.
+    And what whole parameters are written with, from where it does not differ between ranks: weights
+    that are normalised before forward, say.  A norm of either, added up in another order, would
+    have replicas drift apart by last bits.
     """
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            given = node.meta.get("zerofx_input", InputRole("other"))
+            given = input_role(node)
             is_one = given.kind == "gradient" and not given.sharded and not given.unreduced
         else:
-            is_whole = node.target in (ops.all_reduce_start, ops.all_gather_start)
-            is_one = is_whole and role(node) == Role.REDUCE_GRADIENT
+            is_one = node.target in _WHOLE and role(node) == Role.REDUCE_GRADIENT
         if is_one or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
-    return found
+
+    def onward(node: fx.Node) -> list[fx.Node]:
+        return [] if ops.rules(node).uniform else node.all_input_nodes
+
+    return found.union(reached(filter(_writes_whole_parameter, graph.nodes), onward))
+
+
+_WHOLE = (ops.all_reduce_start, ops.all_reduce_bucket_start, ops.all_gather_start)
+"""Operators whose result several ranks have whole."""
+
+
+def _writes_whole_parameter(node: fx.Node) -> bool:
+    written = written_input(node)
+    return written is not None and written.kind == "parameter" and not written.sharded
 
 
 def _computes(node: fx.Node) -> bool:
