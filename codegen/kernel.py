@@ -59,7 +59,7 @@ class UpdateKernel:
             operand: torch.frombuffer(memory, dtype=operand.dtype)[0]
             for operand, memory in self._numbers.items()
         }
-        self._first = torch.zeros((), dtype=torch.int64)
+        self._first = torch.zeros((), dtype=torch.int64, device="cpu")
         lerps = [value.operands[2] for value in program.values if value.operation == "lerp"]
         self._weights = [weight for weight in lerps if isinstance(weight, NumberOperand)]
         self._runs: dict[bool, Callable] = {}

@@ -306,7 +306,7 @@ def _seeded(seed: int, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def _square(_place: Place, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(_LENGTH, _LENGTH, generator=generator)
+    return torch.randn(_LENGTH, _LENGTH, generator=generator, device="cpu")
 
 
 def _like_its_own(
@@ -317,7 +317,7 @@ def _like_its_own(
     own = optimizer.param_groups[group]["params"]
     like = own[number % len(own)]
     shape = [min(size, _LENGTH) for size in like.shape]
-    return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+    return torch.randn(shape, generator=generator, device="cpu").to(like.device, like.dtype)
 
 
 class _Alone(compat.scalars.DispatchMode):

@@ -222,7 +222,7 @@ def _sent(words: bytes, device: torch.device) -> Tensor:
     host = (
         torch.frombuffer(bytearray(words), dtype=torch.int64)
         if words
-        else torch.empty(0, dtype=torch.int64)
+        else torch.empty(0, dtype=torch.int64, device="cpu")
     )
     return _moved(host, device)
 
@@ -230,7 +230,8 @@ def _sent(words: bytes, device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _segment_of_chunk(chunks: tuple[int, ...], device: torch.device) -> Tensor:
     """Which segment each chunk belongs to, on the device."""
-    owners = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(torch.tensor(chunks))
+    counts = torch.tensor(chunks, device="cpu")
+    owners = torch.arange(len(chunks), dtype=torch.int32, device="cpu").repeat_interleave(counts)
     return _moved(owners, device)
 
 

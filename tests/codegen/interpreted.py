@@ -196,6 +196,26 @@ def check_tables_are_sent_when_they_say_something_new():
     assert [sent(tensors, changed), sent(moved, changed), sent(tensors, numbers)] == [1, 1, 0]
 
 
+def check_a_default_device_changes_nothing():
+    from zerofx.codegen.program import Bound
+    from zerofx.codegen.triton import launch
+
+    pair = Pair("sgd_momentum", 1500)
+    pair.step()
+    kernel = pair.shards.trace()[1]
+    buffer = pair.shards.optimizer.state[pair.own]["momentum_buffer"]
+    tensors = [pair.own.detach(), pair.gradient(), buffer]
+    copies = [tensor.clone() for tensor in tensors]
+    numbers = dict.fromkeys(kernel.program.numbers, 0.5)
+    kernel.launch([Bound(tensors, numbers)])
+    launch._sent.cache_clear()
+    launch._segment_of_chunk.cache_clear()
+    with torch.device("meta"):
+        kernel.launch([Bound(copies, numbers)])
+        launch._sent(b"", torch.device("cpu"))
+    assert all(map(torch.equal, copies, tensors))
+
+
 def check_neighbours_are_left_alone(offset, length):
     """A segment anywhere in memory, aligned or not, is updated and nothing around it."""
     from zerofx.codegen.program import Bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -179,6 +180,14 @@ def test_it_is_tried_on_tensors_like_its_own_if_it_takes_no_others():
         group["params"] = [nn.Parameter(torch.ones(9, dtype=torch.float64))]
     with pytest.raises(UpdateError, match="wants_vectors.step does not update each parameter"):
         check_independent(optimizer)
+
+
+@pytest.mark.parametrize(("update", "is_refused"), [(sign, False), (by_global_norm, True)])
+def test_it_is_tried_whatever_the_default_device_is(update, is_refused):
+    optimizer = optimizer_of(update)
+    with torch.device("meta"):
+        with pytest.raises(UpdateError) if is_refused else contextlib.nullcontext():
+            assert check_independent(optimizer)
 
 
 class Bias(nn.Parameter):

@@ -154,6 +154,7 @@ CHECKS = {
     "tables are sent when they are new": (
         interpreted.check_tables_are_sent_when_they_say_something_new
     ),
+    "a default device is nothing to a launch": interpreted.check_a_default_device_changes_nothing,
     "streams that do not fit are refused": interpreted.check_streams_that_do_not_fit_are_refused,
 }
 

@@ -204,7 +204,7 @@ class ProgramFiles:
         """Ask for what files hold: the cache reads ahead by itself, in the order of the waits."""
         if evicted is not None:
             return evicted
-        started = torch.empty(0, dtype=torch.uint8)
+        started = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._reading[id(started)] = started, _Use(tuple(parameters), optimizer)
         return started
 
