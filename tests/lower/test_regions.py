@@ -451,7 +451,18 @@ def test_equal_regions_with_inputs_of_other_dtypes_are_compiled_apart(sine):
     assert len(sine().compiled) == 2
 
 
-@pytest.mark.parametrize("setting", ["deterministic", "threads", "inductor"])
+@contextlib.contextmanager
+def tf32_by_its_new_name():
+    """Set it as ``TrainingArguments(tf32=True)`` does: torch raises for the old name then."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("setting", ["deterministic", "threads", "inductor", "tf32"])
 def test_what_was_compiled_with_other_settings_is_not_taken(setting, sine):
     one = sine()
     one.compile_ahead()
@@ -464,12 +475,26 @@ def test_what_was_compiled_with_other_settings_is_not_taken(setting, sine):
         elif setting == "threads":
             torch.set_num_threads(threads + 1)
             stack.callback(torch.set_num_threads, threads)
+        elif setting == "tf32":
+            stack.enter_context(tf32_by_its_new_name())
         else:
             stack.enter_context(torch._inductor.config.patch(epilogue_fusion=False))
         other = sine()
         assert other.is_to_compile
         assert other.text == one.text, "which ranks call it by"
     assert not sine().is_to_compile
+
+
+def test_tf32_by_its_new_name_goes_to_the_process_that_compiles():
+    with tf32_by_its_new_name():
+        found = compat.inductor.settings()
+        assert compat.aot.settings() is not None, "a later start takes the program"
+    compat.inductor.set_settings(found)
+    try:
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        compat.inductor.set_settings(found)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
 
 
 def test_what_inductor_has_assumed_of_sizes_is_checked():

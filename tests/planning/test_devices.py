@@ -10,6 +10,8 @@ import torch
 import zerofx.__main__ as command_line
 from zerofx import plan
 from zerofx.devices import DEVICES, device_named
+from zerofx.options import Options
+from zerofx.planning.plan import _ranks
 from zerofx.planning.script import call_of
 
 
@@ -151,6 +153,16 @@ def test_tf32_makes_float32_faster():
     h100 = DEVICES["h100"]
     slow, fast = (h100.hardware((("data", 8),), has_tf32=on) for on in (False, True))
     assert fast.float32_flops_per_s > 5 * slow.float32_flops_per_s
+
+
+def test_tf32_is_planned_with_if_it_was_set_by_its_new_name():
+    axes, h100 = (("data", 8),), DEVICES["h100"]
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        ranks = _ranks(axes, Options(), (None, h100), makes_whole=False)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert ranks.figures == h100.hardware(axes, has_tf32=True)
 
 
 def test_an_unknown_device_names_the_nearest_and_the_way_out(capsys):

@@ -279,10 +279,18 @@ def settings() -> list[Any] | None:
         torch.is_autocast_cache_enabled(),
         torch.backends.mha.get_fastpath_enabled(),
         torch._functorch.config.get_hash(),
-        [(flag, getattr(torch._C, flag)()) for flag in flags],
+        [(flag, _value_of(flag)) for flag in flags],
         torch._C._get_deterministic_algorithms(),
         list(torch._C._get_sdp_priority_order()),
     ]
+
+
+def _value_of(flag: str) -> Any:
+    """Return a flag of torch's; None of one that it refuses to say, TF32 set by its new name."""
+    try:
+        return getattr(torch._C, flag)()
+    except RuntimeError:
+        return None
 
 
 _FLAGS_END = ("_enabled", "_deterministic", "_reduction", "_tf32", "_benchmark", "_warn_only")

@@ -126,7 +126,7 @@ def settings() -> dict[str, Any]:
         "functorch": torch._functorch.config.save_config(),
         "threads": torch.get_num_threads(),
         "matmul": {name: getattr(matmul, name) for name in _MATMUL if hasattr(matmul, name)},
-        "precision": torch.get_float32_matmul_precision(),
+        "precision": _precision(),
         "modules": _modules_in_keys(),
         "dtype": torch.get_default_dtype(),
         "fills": torch.utils.deterministic.fill_uninitialized_memory,
@@ -135,6 +135,17 @@ def settings() -> dict[str, Any]:
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
     }
+
+
+def _precision() -> str | None:
+    """Return the precision of float32's products; None if it was set by torch's new names.
+
+    ``fp32_precision``, which is among ``_MATMUL``, says it then, and torch raises for the old one.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 _MATMUL = (
@@ -173,8 +184,9 @@ def set_settings(found: dict[str, Any]) -> None:
     config.load_config(found["inductor"])
     torch._functorch.config.load_config(found["functorch"])
     torch.set_num_threads(found["threads"])
-    if torch.get_float32_matmul_precision() != found["precision"]:  # setting it writes others too
-        torch.set_float32_matmul_precision(found["precision"])
+    precision = found["precision"]
+    if precision is not None and precision != _precision():  # setting it writes others too
+        torch.set_float32_matmul_precision(precision)
     for name, value in found["matmul"].items():
         if getattr(torch.backends.cuda.matmul, name) != value:
             setattr(torch.backends.cuda.matmul, name, value)

@@ -234,7 +234,7 @@ def _ranks(
     figures, device = source
     figures = figures or options.hardware
     if figures is None and device is not None:
-        has_tf32 = torch.get_float32_matmul_precision() != "highest"
+        has_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"  # whoever sets it
         figures = device.hardware(axes, has_tf32=has_tf32)
     return Ranks(axes, figures or NOMINAL, makes_whole)
 
