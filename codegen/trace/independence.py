@@ -296,7 +296,7 @@ def _seeded(seed: int, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     ``torch.manual_seed`` would seed those of all accelerators, and leave them so.
     """
     devices = list({one.device for one in tensors if is_accelerator(one.device)})
-    kind = devices[0].type if devices else None
+    kind = devices[0].type if devices else "cpu"  # for 2.11, which has no default
     with torch.random.fork_rng(devices, device_type=kind):
         torch.default_generator.manual_seed(seed)
         for device in devices:

@@ -258,7 +258,10 @@ def test_nothing_is_left_behind():
     optimizer = optimizer_of(sign)
     before = torch.get_rng_state()
     groups = [dict(group) for group in optimizer.param_groups]
-    check_independent(optimizer)
+    with mock.patch("torch.random.fork_rng", wraps=torch.random.fork_rng) as forked:
+        assert check_independent(optimizer)
+    kinds = {call.kwargs["device_type"] for call in forked.call_args_list}
+    assert kinds == {"cpu"}, "2.11 takes no None"
     assert torch.equal(torch.get_rng_state(), before)
     assert not optimizer.state and [dict(group) for group in optimizer.param_groups] == groups
     assert all(p.grad is None for group in groups for p in group["params"])
