@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliases
+from zerofx.ir.aliases import aliases, writers
 from zerofx.ir.graph import Builder, is_backward, last_use, program_order
 from zerofx.ir.interface import note_decisions
 from zerofx.ir.mesh import Mesh
@@ -241,9 +241,13 @@ def insert_gathers(
             spans = with_cuts(spans, residency.kept_gathered.cuts)
     gathered = []
     for unit in units:
+        there = unit
         for number, span in enumerate(spans[unit]):
             reason = _why_gathered(unit, span, number, ctx.options.memory_budget)
-            gathered.append(_gather(builder, unit, span, reason, ctx.options.secondary_shard))
+            readable = _readable(unit, span)
+            if readable != there.sources:
+                there = GatherUnit(readable, unit.code)
+            gathered.append(_gather(builder, there, span, reason, ctx.options.secondary_shard))
     for wait in gathered:
         last = last_use(aliases(wait))
         if last.op == "output":
@@ -252,6 +256,20 @@ def insert_gathers(
         with builder.before(last.next, role=Role.FREE, **origin) as call:
             call(ops.free, wait)
     return {"gathers": len(gathered), "kept from forward to backward": planned - len(gathered)}
+
+
+def _readable(unit: GatherUnit, span: GatherSpan) -> list[GatherSource]:
+    """Return the sources of a unit that a span's gather may read.
+
+    One that is written to before the span has lost its value, and is left out: if only others of
+    its bucket are read there, they are gathered without it.
+    """
+    first, read = span.uses[0][0], {unit.owner[use] for use in span.uses}
+
+    def is_overwritten(source: GatherSource) -> bool:
+        return any(writer < first for writer in writers(source.shard))
+
+    return [source for source in unit.sources if source in read or not is_overwritten(source)]
 
 
 def _why_gathered(unit: GatherUnit, span: GatherSpan, number: int, budget: int | None) -> str:

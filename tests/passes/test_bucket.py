@@ -720,6 +720,28 @@ def only_some_are_updated():
     return trained(model, squares, torch.randn(4, 5), optimizer=optimizer)
 
 
+def some_are_updated_and_read_again(after_all=False):
+    """Of each bucket the biases are updated; the weights are gathered behind that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    weights = torch.optim.SGD([model[0].weight, model[1].weight], lr=0.5)
+    biases = torch.optim.SGD([model[0].bias, model[1].bias], lr=0.5)
+
+    def step(x):
+        model(x).pow(2).mean().backward()
+        if after_all:
+            weights.step()
+        results = []
+        for _ in range(2 if after_all else 1):
+            biases.step()
+            with torch.no_grad():
+                results.append(model(x).sum())
+        model.zero_grad()
+        return results
+
+    return capture(step, torch.randn(3, 5), world_size=2)
+
+
 def neighbours_are_combined():
     """Two parameters of one shape have shards of different ranges of it."""
     torch.manual_seed(0)
@@ -756,6 +778,8 @@ STEPS = {
     "read after the update": read_after_the_update,
     "left behind": left_behind,
     "only some are updated": only_some_are_updated,
+    "some are updated and read again": some_are_updated_and_read_again,
+    "some are updated twice": functools.partial(some_are_updated_and_read_again, after_all=True),
 }
 SUMMED_IN_ANOTHER_ORDER = {
     "clipped": functools.partial(mlp_step, clip=True),

@@ -176,6 +176,21 @@ def weights_overwritten_after_the_update(zero):
 
 
 @form()
+def biases_updated_and_all_read_again(zero):
+    """Nothing is frozen: the rest of each bucket is read behind the update of a part of it."""
+
+    def step(model, optimizer, *batch):
+        for _ in range(2):
+            loss = squared_loss(model, *batch)
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+        return loss
+
+    return simple(zero, step, make_optimizer=lambda p: adamw([one for one in p if one.dim() == 1]))
+
+
+@form()
 def weights_assigned_as_data(zero):
     def step(model, optimizer, *batch):
         loss = squared_loss(model, *batch)
