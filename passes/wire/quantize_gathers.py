@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from zerofx.ir import ops
@@ -29,6 +30,16 @@ CONFLICTS = (
 )
 
 LEFT = "travel as before: "
+
+aten = torch.ops.aten
+
+_PLACING = (
+    aten.cat.default,
+    aten.stack.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+)
+"""Operators that put elements next to others, as a flat average of all weights has them."""
 
 
 def quantize_gathers(gm: fx.GraphModule, ctx: PassContext) -> Counts:
@@ -110,9 +121,14 @@ def _is_averaged(wait: fx.Node) -> bool:
 
     def computed(node: fx.Node) -> list[fx.Node]:
         pairs = [(alias, user) for alias in aliases(node) for user in alias.users]
-        return [user for alias, user in pairs if is_elementwise(user) and _fits(user, alias)]
+        return [user for alias, user in pairs if _keeps_elements(user, alias)]
 
     return any(written_input(user) for node in reached([wait], computed) for user in node.users)
+
+
+def _keeps_elements(reader: fx.Node, operand: fx.Node) -> bool:
+    """Return whether a node computes with each element of an operand by itself, or places it."""
+    return reader.target in _PLACING or (is_elementwise(reader) and _fits(reader, operand))
 
 
 def _fits(one: fx.Node, other: fx.Node) -> bool:

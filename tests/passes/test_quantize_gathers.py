@@ -357,6 +357,29 @@ def test_averages_of_weights_are_of_exact_ones():
     assert len(nodes_of(program, ops.dequantize)) == 1
 
 
+@pytest.mark.parametrize("in_pieces", (False, True))
+def test_a_flat_average_of_weights_is_of_exact_ones(in_pieces):
+    torch.manual_seed(0)
+    model = nn.Linear(9, 9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    model.register_buffer("average", torch.zeros(90))
+
+    def step(x):
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            if in_pieces:
+                model.average[:81].lerp_(model.weight.view(-1), 0.5)
+                model.average[81:].lerp_(model.bias, 0.5)
+            else:
+                model.average.lerp_(nn.utils.parameters_to_vector(model.parameters()), 0.5)
+
+    captured = capture(step, torch.randn(4, 9), world_size=2)
+    assert left(captured) == {"a tensor of the caller's is written with it": 1}
+    assert len(nodes_of(rewritten(captured, bucket=True, **INT8), ops.dequantize)) == 1
+
+
 def test_what_goes_over_the_outer_axis_once_is_exact_for_all_that_read_it():
     """A second shard serves backward, and an average that has to be of exact weights."""
     torch.manual_seed(0)
