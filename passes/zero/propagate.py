@@ -151,8 +151,8 @@ class ShardPropagation:
         if value.parameter.lies_like(info):
             return shard
         begin, end = info.position_in_kept, info.position_in_kept + info.shard_numel
-        origin = {"role": Role.TAKE_SHARD, "parameter": value.parameter.index, "like": reader}
-        call = partial(self.builder.call, **origin)
+        of = value.parameter.index
+        call = partial(self.builder.call, role=Role.TAKE_SHARD, parameter=of, like=reader)
         return call(aten.clone.default, call(aten.slice.Tensor, shard, 0, begin, end))
 
     def _try_view(self, node: fx.Node) -> bool:
