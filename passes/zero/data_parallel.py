@@ -177,5 +177,7 @@ def _refuse(what: str, node: fx.Node) -> None:
         f"{what} is computed from values that differ between ranks (this rank's batch or its size, "
         "a buffer or a random draw), so the ranks' parameters would drift apart. Between "
         "backward() and optimizer.step() use only averaged gradients, parameters and numbers that "
-        f"are the same on every rank.{chr(10) + '  at ' + line if line else ''}"
+        "are the same on every rank. Make a mask, or another tensor that stays as it is, an "
+        "nn.Parameter(mask, requires_grad=False) of the model: all ranks have rank 0's."
+        f"{chr(10) + '  at ' + line if line else ''}"
     )

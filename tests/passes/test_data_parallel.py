@@ -445,6 +445,28 @@ def test_refuses_an_update_computed_from_a_buffer():
         averaged(capture(step, torch.randn(3, 4)))
 
 
+def test_a_mask_of_gradients_is_a_frozen_parameter():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    model.register_buffer("mask", (torch.rand(2, 4) > 0.5).float())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model(x).pow(2).mean().backward()
+        model.weight.grad.mul_(model.mask)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.raises(StepError, match=r"mask.* nn.Parameter\(mask, requires_grad=False\)"):
+        averaged(capture(step, torch.randn(3, 4), world_size=2))
+    mask = model.mask
+    del model.mask
+    model.mask = nn.Parameter(mask, requires_grad=False)  # as it says
+    captured = capture(step, torch.randn(3, 4), world_size=2)
+    for stage in (0, 3):
+        assert_same_numerics(execute(captured), execute(rewritten(captured, stage=stage)))
+
+
 def test_a_gradient_scalers_found_inf_is_the_same_on_every_rank():
     torch.manual_seed(0)
     model = nn.Linear(4, 2)

@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.kit.models import squared_loss
+from tests.kit.models import Mlp, squared_loss
 from tests.kit.step_forms.form import FORMS, Form, form, simple, step_with
 
 
@@ -72,6 +72,19 @@ def gradients_times_an_element_of_a_parameter(zero):
                 parameter.grad.mul_(number)
 
     return simple(zero, step_with(between=scale))
+
+
+@form()
+def gradients_masked_by_a_frozen_parameter(zero):
+    """Sparse training by hand: each rank has drawn a mask, and that of rank 0 must win."""
+    model = Mlp()
+    mask = (torch.rand_like(model.head.weight) > 0.5).float()
+    model.head.mask = torch.nn.Parameter(mask, requires_grad=False)
+
+    def leave_out(model):
+        model.head.weight.grad.mul_(model.head.mask)
+
+    return simple(zero, step_with(between=leave_out), model)
 
 
 @form(sums_over_shards=True)
