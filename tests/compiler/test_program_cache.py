@@ -16,6 +16,7 @@ import random
 import subprocess
 import sys
 import time
+import types
 from unittest import mock
 
 import pytest
@@ -505,6 +506,18 @@ def test_a_near_miss_is_none_of_the_plain_step(name, of_the_plain_step, monkeypa
     again = started(train_tiny)
     assert again.traced == 0
     assert_alike(plain, again.results)
+
+
+def test_the_order_that_einsum_takes_products_in_is_told(monkeypatch):
+    before = compat.aot.settings()
+    library = types.SimpleNamespace(__version__="3")
+    order = {"is_available": lambda: True, "get_opt_einsum": lambda: library, "enabled": True}
+    found = []
+    for strategy in ("auto", "greedy"):
+        einsum = types.SimpleNamespace(**order, strategy=strategy)
+        monkeypatch.setattr(torch.backends, "opt_einsum", einsum)
+        found.append(compat.aot.settings())
+    assert before != found[0] != found[1]
 
 
 def described_functional() -> str:

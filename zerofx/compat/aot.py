@@ -261,7 +261,7 @@ def settings() -> list[Any] | None:
         if name.startswith("aten::")
     )
     root = kernels.partition("registered at ")[2].partition("/build/")[0]
-    own = (root, os.path.dirname(torch.__file__))
+    own = (f"{root}/", os.path.join(os.path.dirname(torch.__file__), ""))
     if not all(place.startswith(own) for place in _REGISTERED.findall(kernels)):
         return None
     device = torch.accelerator.current_accelerator()
@@ -279,10 +279,18 @@ def settings() -> list[Any] | None:
         torch.is_autocast_cache_enabled(),
         torch.backends.mha.get_fastpath_enabled(),
         torch._functorch.config.get_hash(),
+        _order_of_einsum(),
         [(flag, _value_of(flag)) for flag in flags],
         torch._C._get_deterministic_algorithms(),
         list(torch._C._get_sdp_priority_order()),
     ]
+
+
+def _order_of_einsum() -> tuple[Any, ...]:
+    """Return what the order depends on in which a product of three or more is taken."""
+    of = torch.backends.opt_einsum
+    version = getattr(of.get_opt_einsum(), "__version__", "") if of.is_available() else ""
+    return version, of.enabled, of.strategy
 
 
 def _value_of(flag: str) -> Any:
