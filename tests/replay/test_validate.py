@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+import zerofx
 from tests.kit import models
 from tests.kit.coded_reductions import wide_mlp
 from tests.kit.covering import each_pair, each_value, first
@@ -108,6 +109,22 @@ def check_that_no_pass_changes(name, stage, offload, off, world_size):
     passes = {name: name not in OFF[off] for name in OPTIONAL_PASSES}
     options = {**passes, "stage": stage, **OFFLOADS[offload]}
     assert len(validated(clone(STEPS[name](), world_size), **options)) > 1
+
+
+def test_a_frozen_parameter_of_whole_numbers_is_one_there_too():
+    model = nn.Linear(4, 3)
+    model.mask = nn.Parameter(torch.tensor([True, False, True, True]), requires_grad=False)
+    optimizer = torch.optim.SGD([*model.parameters()], lr=0.1)
+
+    def step(x):
+        model(x * model.mask).square().mean().backward()
+        optimizer.step()
+
+    options = {"validate": True, "lowering": "eager"}
+    before = model.weight.detach().clone()
+    torch.compile(step, backend="zero", options=options)(torch.randn(2, 4))
+    with zerofx.full_params(model):
+        assert not torch.equal(model.weight, before)
 
 
 @pytest.mark.slow(reason="a pipeline validated pass by pass on three ranks")

@@ -489,7 +489,7 @@ def worked_on(
 def _stand_in(info: ParameterInfo) -> nn.Parameter:
     """A parameter that looks like another to an optimizer's checks, and takes no memory."""
     element = torch.zeros((), dtype=info.dtype, device=info.device)
-    return nn.Parameter(element.expand(info.shape))
+    return nn.Parameter(element.expand(info.shape), requires_grad=info.requires_grad)
 
 
 def reduced(values: Sequence[Tensor], reduction: str, mean_of: int | None = None) -> Tensor:
