@@ -9,12 +9,15 @@ import torch
 import torch.distributed as dist
 from bitsandbytes.nn import Linear4bit, Params4bit
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import zerofx
+from tests.kit.programs import capture, nodes_of, rewritten
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.traffic import traffic_of
 from tests.kit.trainers import CLASSES, LENGTH, built, check, train_alone, train_on_rank
+from zerofx.ir.graph import is_backward
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.parameters.guarded import ShardedParameter
 
@@ -111,6 +114,27 @@ def train_in_one_process(folder, double, num_ranks):
 
 def nightly(*case):
     return pytest.param(*case, marks=pytest.mark.nightly)
+
+
+def test_products_with_packed_weights_are_repeated_where_they_are_checkpointed():
+    """They are most of what a checkpoint is to drop, and draw nothing."""
+    packed = Linear4bit(WIDTH, WIDTH, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+    packed.to("cpu")
+    adapter = torch.nn.Parameter(torch.ones(WIDTH))
+    optimizer = torch.optim.SGD([adapter], lr=0.1)
+
+    def block(x):
+        return packed(x * adapter).tanh() * adapter
+
+    def step(x):
+        checkpoint(block, x, use_reentrant=False).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    captured = capture(step, torch.randn(3, WIDTH), world_size=2)
+    program = rewritten(captured, until="recompute", stage=0)
+    product = torch.ops.bitsandbytes.gemm_4bit.default
+    assert [is_backward(node) for node in nodes_of(program, product)] == [False, True]
 
 
 @pytest.mark.slow(reason="models of Hugging Face are built and packed, on two ranks and here")

@@ -141,8 +141,8 @@ def may_draw(node: torch.fx.Node) -> bool:
     return given.get("dropout_p", 0.0) != 0.0
 
 
-_TELLING = ("aten", "prims", "zerofx", "_c10d_functional")
-"""Namespaces whose operators are tagged if they draw."""
+_TELLING = ("aten", "prims", "zerofx", "_c10d_functional", "bitsandbytes")
+"""Namespaces whose operators are tagged if they draw; none of bitsandbytes' draws (0.50)."""
 
 
 def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callable) -> Callable:
