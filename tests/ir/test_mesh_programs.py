@@ -380,6 +380,24 @@ def test_a_value_of_one_parameter_is_written_to_another_alone(updates, is_alike,
     assert_same_numerics(execute(captured), found, bitwise=False)
 
 
+def test_a_copy_in_a_bucket_of_half_the_size_is_cut_otherwise():
+    """What a rank keeps of it is as large as a shard of the bucket for updates."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(16)) for _ in range(2)]
+    copy = nn.Parameter(torch.randn(16), requires_grad=False)
+
+    def step(x):
+        (torch.tanh(x * weights[0]) * weights[1]).square().mean().backward()
+        with torch.no_grad():
+            copy.sub_(weights[0].grad)
+        for weight in weights:
+            weight.grad = None
+
+    captured = capture(step, torch.randn(4, 16), axes=NODES, outer_stage=1)
+    found = execute(rewritten_by_rank(captured, stage=3))
+    assert_same_numerics(execute(captured), found, bitwise=False)
+
+
 def reductions(program, axis):
     return [
         node

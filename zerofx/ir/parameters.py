@@ -143,9 +143,13 @@ class ParameterInfo:
         What is computed element by element from both can then be computed on their shards.
         """
         mine, its = self.place, other.place
-        return (mine.offset, mine.extent, mine.shard_numel, self.storage_order) == (
-            (its.offset, its.extent, its.shard_numel, other.storage_order)
-        )
+        return (
+            self.world_size,
+            mine.offset,
+            mine.extent,
+            mine.shard_numel,
+            self.storage_order,
+        ) == ((other.world_size, its.offset, its.extent, its.shard_numel, other.storage_order))
 
     @property
     def shares_bucket(self) -> bool:
