@@ -35,6 +35,7 @@ from tests.kit.trainings import (
 )
 from zerofx.compiler.choices import choose
 from zerofx.errors import StepError
+from zerofx.runtime.optimizer import update as updates
 from zerofx.runtime.optimizer.steps import OptimizerSteps
 from zerofx.runtime.optimizer.update import ReadyUpdate
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -273,6 +274,18 @@ def test_a_run_may_begin_in_time_and_go_on_delayed_and_back():
     reference.settle()
     assert_same(pair[0].state_dict(), reference.device.state_dict())
     assert_same(pair[1].state_dict(), reference.optimizer.state_dict())
+
+
+@pytest.mark.slow(reason="a kernel is compiled for the first update of neighbours")
+def test_an_evaluation_in_inference_mode_leaves_states_that_later_steps_change(monkeypatch):
+    monkeypatch.setattr(updates, "FEWEST_ELEMENTS", 0)
+    pair, compiled = built(), zero(lowering="inductor", **DELAYED)
+    run(compiled, pair, [0])
+    with torch.inference_mode():
+        evaluated(*pair)
+    assert not pending(pair[1])
+    assert not any(value.is_inference() for s in pair[1].state.values() for value in s.values())
+    run(compiled, pair, [1, 2])
 
 
 @pytest.mark.nightly

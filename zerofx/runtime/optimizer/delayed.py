@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.piece import GroupOfStep
 from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -32,7 +33,7 @@ class HostUpdate:
         if self._computing is not None:
             computing, self._computing = self._computing, None
             results = computing.result()
-            with torch.no_grad():
+            with ordinary_tensors():  # an evaluation may wait for it
                 self._finish(results)
 
     def forget_states(self) -> None:
