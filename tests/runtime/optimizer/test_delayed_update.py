@@ -423,6 +423,34 @@ def test_a_step_that_fails_leaves_nothing_half_done():
     assert_same(model.state_dict(), reference.device.state_dict())
 
 
+@pytest.mark.slow(reason="a step is compiled for two models")
+def test_a_step_that_fails_leaves_another_models_updates_to_it():
+    reference, pair, failing = Reference(), built(), built()
+    compiled = zero(update_in_backward=False, bucket_bytes=400, **DELAYED)
+    for each in (failing, pair):
+        run(compiled, each, [0])
+    failing[1].state_dict()
+    go, original = threading.Event(), ReadyUpdate.__init__
+
+    def held(self, compute, finish):
+        original(self, lambda: (go.wait(30), compute())[1], finish)
+
+    def fail(*_arguments, **_named):
+        threading.Timer(0.1, go.set).start()
+        raise OSError("no more")
+
+    with mock.patch.object(ReadyUpdate, "__init__", held):
+        run(compiled, pair, [1])
+    with (
+        mock.patch.object(Copies, "to_host_start", side_effect=fail),
+        pytest.raises(OSError, match="no more"),
+    ):
+        run(compiled, failing, [1])
+    for number in range(2):
+        reference.call(*features(number, 8))
+    assert run(compiled, pair, [2]) == reference.call(*features(2, 8))
+
+
 def test_a_step_that_fails_after_its_updates_has_made_them():
     reference, (model, optimizer) = Reference(), built()
     compiled = zero(update_in_backward=False, **DELAYED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -35,6 +36,12 @@ class HostUpdate:
             results = computing.result()
             with ordinary_tensors():  # an evaluation may wait for it
                 self._finish(results)
+
+    def wait(self) -> None:
+        """Wait until it has been computed, or has failed, which ``complete`` raises."""
+        if self._computing is not None:
+            with contextlib.suppress(Exception):
+                self._computing.result()
 
     def forget_states(self) -> None:
         """Keep no states when it completes: there is no optimizer to keep them."""
@@ -135,6 +142,12 @@ class DelayedUpdates:
         for (whose, _), update in list(self.pending.items()):
             if whose == optimizer:
                 update.complete()
+
+    def wait(self) -> None:
+        """Wait until all that is under way has been computed, and leave it to who completes it."""
+        for update in list(self.pending.values()):
+            if update.updating is not None:
+                update.updating.wait()
 
     def keep_changes(self, optimizer: OptimizerReference, groups: Sequence[GroupOfStep]) -> None:
         """Write back changes of these groups too when an update of the optimizer's step ends."""

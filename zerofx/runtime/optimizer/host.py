@@ -113,7 +113,10 @@ class HostUpdates:
             self.delayed.end(self._delayed_keys.values())
 
     def failed(self, error: BaseException, bounds: Collection[ParameterState]) -> None:
-        """Leave no update half done: the call before's, nor what this one has started."""
+        """Leave no update half done: the call before's, nor what this one has started.
+
+        Calls for other models have started some too: these end before their worker is abandoned.
+        """
         self._updating.clear()
         if self.delayed is None:
             return
@@ -121,6 +124,7 @@ class HostUpdates:
             self.delayed.settle(bounds)
         except Exception as another:
             error.add_note(f"An update that had been started failed too: {another!r}")
+        self.delayed.wait()
 
     def end_call(self) -> None:
         """Forget the call, also after one that has failed."""
