@@ -432,23 +432,23 @@ class CompiledFunction:
             )
 
     def agree_on_kept(self, mine: KeptGathered | None) -> bool:
-        """Find what all ranks can keep gathered; return whether this one could keep more.
+        """Find what all ranks can keep on the device; return whether this one could keep more.
 
         How much a budget leaves depends on the batch.  Ranks whose batches have other shapes later
         need no meeting for as long as what was agreed on fits.
 
-        Raises: AgreementError if they gather different things, or one does not come.
+        Raises: AgreementError if they choose among different things, or one does not come.
         """
-        if mine is None or self.kept_gathered.get(mine.gathers) == mine:
+        if mine is None or self.kept_gathered.get(mine.choices) == mine:
             return False
-        lines = ("within memory_budget", *mine.gathers)
+        lines = ("within memory_budget", *mine.choices)
         try:
             values = self.agreement.exchange(lines, mine.packed(), AGREEMENT_TIMEOUT_S)
         except AgreementError as error:
             error.add_note(OUTGROWN)
             raise
         kept = functools.reduce(KeptGathered.also_fitting, map(mine.unpacked, values))
-        self.kept_gathered[mine.gathers] = kept
+        self.kept_gathered[mine.choices] = kept
         return kept != mine
 
     def check_start(self) -> None:

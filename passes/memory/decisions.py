@@ -2,8 +2,8 @@
 
 The rewrites have run by then, and what passes to come will have on the device is counted here.  How
 many bytes are left of the budget depends on the batch, which may have another shape on each rank,
-and what is gathered when must not.  So every rank finds what it could keep, and what all of them
-could is kept: ``KeptGathered`` is what they compare.
+and what is gathered and updated when must not.  So every rank finds what it could keep, and what
+all of them could is kept: ``KeptGathered`` is what they compare.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def decide(
     """Decide what stays on the device of what could leave it, then what stays gathered.
 
     ``planned`` are the gathers that there are with nothing kept; ``ignored`` nodes go with them.
-    What the ranks have agreed on for programs with these gathers is taken over, if it fits.
+    What the ranks have agreed on for programs with these gathers and states is taken over, if it
+    fits.
 
     Raises: BudgetError if the program allocates more than the budget with as little as can be on
     the device, unless activations can still leave.
@@ -72,30 +73,33 @@ def decide(
             needed=least,
         )
     pieces = _states(graph, ctx)
-    staying = _stay_on_device(pieces, budget - least)
-    found = _residency(planned, pieces, staying, budget, alive, ctx)
-    if ctx.options.plan and least <= budget and (planned or pieces):
-        found = _best(graph, ctx, planned, alive, pieces, found, staying)
-    return found
+    choices = (
+        *(f"{unit.name}: {len(spans)} gathers" for unit, spans in planned.items()),
+        *(f"states of {piece.name}" for piece in pieces),
+    )
+    if not choices:
+        return Residency()
+    kept = _kept(choices, planned, pieces, budget, alive, ctx)
+    if ctx.options.plan and least <= budget and kept != ctx.kept_gathered.get(choices):
+        return _best(graph, ctx, planned, alive, pieces, kept)
+    return _residency(kept, pieces)
 
 
-def _residency(
+def _kept(
+    choices: tuple[str, ...],
     planned: Planned,
     pieces: Sequence[_States],
-    staying: Collection[int],
     budget: int,
     alive: list[int],
     ctx: PassContext,
-) -> Residency:
-    """Return what stays if these states do, by their numbers: what all ranks can keep gathered."""
-    states = frozenset(itertools.chain(*(pieces[number].updates for number in staying)))
-    nbytes = sum(pieces[number].nbytes for number in staying)
-    if not planned:
-        return Residency(None, states, nbytes)
-    room, least = budget - nbytes, _peak(planned, alive, False)
+) -> KeptGathered:
+    """Choose states first, then gathers; what ranks have agreed on of either stays if it fits."""
+    agreed, least = ctx.kept_gathered.get(choices), _peak(planned, alive, False)
+    states = _stay_on_device(pieces, budget - least)
+    if agreed is not None and _bytes_of(pieces, agreed.states) <= max(budget - least, 0):
+        states = agreed.states
+    room = budget - _bytes_of(pieces, states)
     ahead = ctx.options.prefetch and ctx.gathers_overlap
-    gathers = tuple(f"{unit.name}: {len(spans)} gathers" for unit, spans in planned.items())
-    agreed = ctx.kept_gathered.get(gathers)
     if agreed is not None and _peak(with_cuts(planned, agreed.cuts), alive, ahead) <= room:
         cuts = agreed.cuts
     elif least <= room:
@@ -105,7 +109,15 @@ def _residency(
         cuts = keep_gathered(planned, alive, room, ahead, transfer_s)
     else:  # as little as can be is kept: for the rest activations make room, or are refused
         cuts = _all_cuts(planned)
-    return Residency(KeptGathered(gathers, cuts), states, nbytes)
+    return KeptGathered(choices, cuts, states)
+
+
+def _residency(
+    kept: KeptGathered, pieces: Sequence[_States], gap: float | None = None
+) -> Residency:
+    """Return what is kept, with its states as updates."""
+    states = frozenset(itertools.chain(*(pieces[number].updates for number in kept.states)))
+    return Residency(kept, states, _bytes_of(pieces, kept.states), gap)
 
 
 def _best(
@@ -114,27 +126,19 @@ def _best(
     planned: Planned,
     alive: list[int],
     pieces: Sequence[_States],
-    known: Residency,
-    staying: Collection[int],
+    known: KeptGathered,
 ) -> Residency:
-    """Return what an integer program chooses; it begins with what is ``known`` to fit.
-
-    What the ranks have agreed on to keep gathered stays so.
-    """
-    budget, kept = ctx.options.memory_budget, known.kept_gathered
+    """Return what an integer program chooses; it begins with what is ``known`` to fit."""
+    budget = ctx.options.memory_budget
     assert budget is not None
     ahead = ctx.options.prefetch and ctx.gathers_overlap
     cuts = _all_cuts(planned)
-    gaps: list[tuple[int, int]] = []
-    if kept is not None and kept.gathers in ctx.kept_gathered:
-        cuts = kept.cuts
-    else:
-        gaps = [
-            (index, number)
-            for index, (unit, spans) in enumerate(planned.items())
-            for number in range(1, len(spans))
-            if unit.regather
-        ]
+    gaps = [
+        (index, number)
+        for index, (unit, spans) in enumerate(planned.items())
+        for number in range(1, len(spans))
+        if unit.regather
+    ]
     begins = _begins(planned, ahead)
     stays = [_gap(planned, index, number, begins, ctx) for index, number in gaps]
     last = len(alive) - 1
@@ -146,24 +150,20 @@ def _best(
             frozenset(n for n in cut if (index, n) not in spared) for index, cut in enumerate(cuts)
         )
 
-    def states_of(chosen: Collection[int]) -> list[_States]:
-        return [pieces[number - len(gaps)] for number in sorted(chosen) if number >= len(gaps)]
+    def states_of(chosen: Collection[int]) -> frozenset[int]:
+        return frozenset(number - len(gaps) for number in chosen if number >= len(gaps))
 
     def peak(chosen: Collection[int]) -> int:
         gathered = _peak(with_cuts(planned, with_kept(chosen)), alive, ahead)
-        return gathered + sum(each.nbytes for each in states_of(chosen))
+        return gathered + _bytes_of(pieces, states_of(chosen))
 
-    spared = [gap for gap in gaps if kept is not None and gap[1] not in kept.cuts[gap[0]]]
-    start = frozenset([*map(gaps.index, spared), *(len(gaps) + number for number in staying)])
-    lanes = _lanes(graph, ctx, with_cuts(planned, cuts), pieces)
-    used = _held(with_cuts(planned, cuts), alive, ahead)
+    spared = [gap for gap in gaps if gap[1] not in known.cuts[gap[0]]]
+    start = frozenset([*map(gaps.index, spared), *(len(gaps) + number for number in known.states)])
+    lanes = _lanes(graph, ctx, planned, pieces)
+    used = _held(planned, alive, ahead)
     chosen = choose_stays(stays, used, budget, lanes, peak, start)
-    left = states_of(chosen.numbers)
-    states = frozenset(itertools.chain(*(each.updates for each in left)))
-    nbytes = sum(each.nbytes for each in left)
-    if kept is not None:
-        kept = replace(kept, cuts=with_kept(chosen.numbers))
-    return Residency(kept, states, nbytes, chosen.gap)
+    kept = replace(known, cuts=with_kept(chosen.numbers), states=states_of(chosen.numbers))
+    return _residency(kept, pieces, chosen.gap)
 
 
 def _begins(planned: Planned, ahead: bool) -> dict[tuple[int, int], int]:
@@ -334,9 +334,11 @@ def _held(planned: Planned, alive: list[int], ahead: bool) -> list[int]:
 class _States(NamedTuple):
     """The states of a bucket's updates, which stay together or leave together.
 
-    ``moved_bytes`` are those of the values, which go there and back with their gradients.
+    ``name`` is the same on all ranks.  ``moved_bytes`` are those of the values, which go there and
+    back with their gradients.
     """
 
+    name: str
     updates: tuple[tuple[int, int], ...]
     nbytes: int
     moved_bytes: int
@@ -370,18 +372,23 @@ def _states(graph: fx.Graph, ctx: PassContext) -> list[_States]:
             for member, info in zip(members, infos, strict=True)
         )
         moved = sum(info.largest_shard_numel * info.dtype.itemsize for info in infos)
-        found.append(_States(tuple(members), nbytes, moved))
+        name = ", ".join(info.name for info in infos)
+        found.append(_States(name, tuple(members), nbytes, moved))
     return found
 
 
-def _stay_on_device(pieces: Sequence[_States], room: int) -> list[int]:
+def _stay_on_device(pieces: Sequence[_States], room: int) -> frozenset[int]:
     """Choose the states that stay on the device, by their numbers, of at most ``room`` bytes."""
-    staying: list[int] = []
+    staying: set[int] = set()
     for number, piece in enumerate(pieces):
         if piece.nbytes <= room:
-            staying.append(number)
+            staying.add(number)
             room -= piece.nbytes
-    return staying
+    return frozenset(staying)
+
+
+def _bytes_of(pieces: Sequence[_States], numbers: Collection[int]) -> int:
+    return sum(pieces[number].nbytes for number in numbers)
 
 
 def _last_reduced(graph: fx.Graph, ctx: PassContext) -> dict[int, int]:

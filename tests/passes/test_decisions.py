@@ -121,7 +121,7 @@ def test_other_decisions_give_another_program_that_computes_the_same(field):
     other = OTHERS[field]
     if field == "residency":
         kept = own.residency.kept_gathered
-        all_cuts = tuple(frozenset(range(int(words.split()[-2]))) for words in kept.gathers)
+        all_cuts = tuple(frozenset(range(int(words.split()[-2]))) for words in kept.choices)
         other = dataclasses.replace(
             own.residency, kept_gathered=dataclasses.replace(kept, cuts=all_cuts)
         )

@@ -1,5 +1,6 @@
 """What ``offload`` names stays on the device as far as ``memory_budget`` has room for it."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -7,11 +8,21 @@ import torch
 from torch import nn
 
 from tests.kit.covering import each_pair
-from tests.kit.programs import assert_same_numerics, capture, execute, rewritten, rewritten_by_rank
+from tests.kit.programs import (
+    assert_same_numerics,
+    capture,
+    clone,
+    context_of,
+    execute,
+    rewritten,
+    rewritten_by_rank,
+)
 from zerofx import StepError
 from zerofx.cost.program import live_bytes
 from zerofx.ir import ops
 from zerofx.ir.interface import recorded
+from zerofx.passes.manager import run_pipeline
+from zerofx.passes.pipeline import PIPELINE, rewrites
 
 OFFLOADED = {"offload": "optimizer", "update_in_backward": True, "bucket": True}
 WIDTH = 16
@@ -137,3 +148,28 @@ def test_ranks_choose_alike_where_their_shards_differ():
     programs = rewritten_by_rank(captured, **OFFLOADED, **options)
     assert len({recorded(program.graph).decisions.residency.states for program in programs}) == 1
     assert updated_on_device(programs[0].graph)
+
+
+def kept(budget, options, agreed=None):
+    """What a rank keeps with this budget, and the parameters that it updates on the device."""
+    program = clone(layers_step())
+    options = {**OFFLOADED, "bucket_bytes": LAYER, "memory_budget": budget, **options}
+    ctx = context_of(program, **options)
+    if agreed is not None:
+        ctx = dataclasses.replace(ctx, kept_gathered={agreed.choices: agreed})
+    run_pipeline(program.gm, ctx, rewrites(PIPELINE))
+    residency = recorded(program.graph).decisions.residency
+    return residency.kept_gathered, updated_on_device(program.graph)
+
+
+@pytest.mark.slow(reason="whole programs are rewritten")
+@pytest.mark.parametrize("options", ({"stage": 2}, {"stage": 3}, {"plan": "auto"}), ids=str)
+def test_what_all_ranks_could_keep_stays_while_it_fits(options):
+    least = smallest_budget(options.get("stage", 3))
+    small, large = least + LAYER, least + 100 * LAYER
+    (few, there), (many, _) = kept(small, options), kept(large, options)
+    assert len(few.states) < len(many.states) == 4
+    agreed = many.also_fitting(many.unpacked(few.packed()))
+    assert agreed == few
+    assert kept(large, options, agreed) == (few, there)
+    assert kept(least, options, agreed)[1] == set()

@@ -8,6 +8,7 @@ import torch
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.kit.covering import only
+from tests.kit.models import features
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainings import (
     FORMS,
@@ -85,6 +86,36 @@ def test_what_stays_is_bitwise_what_leaves(step, stage):
 @pytest.mark.parametrize("step, stage", ((clipped, 2), (scaled, 3)))
 def test_on_two_ranks(step, stage, ranks):
     check(ranks(2).run(with_room, step, stage, {}))
+
+
+def with_batches(rows, stage):
+    """Train without offload, then with room for some states beside the largest batch.
+
+    ``rows`` are those of each rank, call by call.
+    """
+    with pytest.raises(StepError, match="on this rank") as caught:
+        largest = features(0, max(map(max, rows)))
+        zero(plain, stage, memory_budget=1, **OFFLOAD, **BUCKETS)(*built(), *largest)
+    least = int(re.search(r"allocates (\d+) on this rank", str(caught.value))[1])
+    found = []
+    for options in ({}, {**OFFLOAD, "memory_budget": least + 1500 // num_ranks()}):
+        torch._dynamo.reset()
+        pair, compiled = built(), zero(plain, stage, **BUCKETS, **options)
+        for number, of_ranks in enumerate(rows):
+            compiled(*pair, *features(number, of_ranks[torch.distributed.get_rank()]))
+        there = [not REGISTRY.host.holds(tensor) for tensor in tensors_of(pair[1])]
+        found.append((pair[0].state_dict(), pair[1].state_dict(), there))
+    return found
+
+
+@pytest.mark.slow(reason="two ranks compile steps for several batches")
+@pytest.mark.parametrize("stage", only((2,), (1, 2, 3)))
+def test_states_stay_alike_on_ranks_whose_batches_differ(stage, ranks):
+    """The first batches leave one rank room for all states, the next ones the other rank."""
+    one, other = ranks(2).run(with_batches, ((2, 400), (400, 3)), stage)
+    for (*without, _), (*offloaded, there) in (one, other):
+        assert_same(offloaded, without)
+        assert there == one[1][2] and len(set(there)) == 2
 
 
 @pytest.mark.nightly

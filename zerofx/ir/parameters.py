@@ -189,36 +189,41 @@ def storage_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
 
 @dataclass(frozen=True)
 class KeptGathered:
-    """The gathers that a program makes, of those that it would make with nothing kept.
+    """What a program keeps gathered, and which states on the device, of what it could.
 
-    ``gathers`` are those in words, a line for each bucket or parameter; ``cuts`` are, for each,
-    the numbers of those that remain.  The others are spared: what the one before them has
-    gathered is kept.
+    ``choices`` are what it could, in words: the gathers that it would make with nothing kept, a
+    line for each bucket or parameter, then a line for each bucket's states.  ``cuts`` are, for
+    each of the first, the numbers of the gathers that remain.  The others are spared: what the
+    one before them has gathered is kept.  ``states`` are the numbers of those that stay, among
+    the second.
     """
 
-    gathers: tuple[str, ...]
+    choices: tuple[str, ...]
     cuts: tuple[frozenset[int], ...]
+    states: frozenset[int] = frozenset()
 
     def packed(self) -> bytes:
-        """The cuts, for other ranks."""
-        return json.dumps([sorted(cuts) for cuts in self.cuts]).encode()
+        """What is chosen, for other ranks."""
+        return json.dumps([[sorted(cuts) for cuts in self.cuts], sorted(self.states)]).encode()
 
     def unpacked(self, packed: bytes) -> KeptGathered:
-        """Read another rank's choice among the same gathers."""
-        return replace(self, cuts=tuple(map(frozenset, json.loads(packed))))
+        """Read what another rank has chosen of the same."""
+        cuts, states = json.loads(packed)
+        return replace(self, cuts=tuple(map(frozenset, cuts)), states=frozenset(states))
 
     def also_fitting(self, other: KeptGathered) -> KeptGathered:
-        """Keep what both keep: what fits on two ranks.  Both are of the same gathers."""
+        """Keep what both keep: what fits on two ranks.  Both choose of the same."""
         cuts = tuple(map(frozenset.union, self.cuts, other.cuts))
-        return replace(self, cuts=cuts)
+        return replace(self, cuts=cuts, states=self.states & other.states)
 
 
 @dataclass(frozen=True)
 class Residency:
     """What stays on the device within the budget, although others of its kind leave.
 
-    ``kept_gathered`` is None if nothing could be kept.  ``states`` are the updates, as (optimizer,
-    parameter), whose states stay; they take ``state_bytes`` on the rank whose shard is largest.
+    ``kept_gathered`` is None if there is nothing to choose.  ``states`` are the updates, as
+    (optimizer, parameter), whose states stay; they take ``state_bytes`` on the rank whose shard is
+    largest.
     ``gap`` is the share by which another choice might leave the busiest lane less; None if nothing
     was solved.
     """
