@@ -145,6 +145,7 @@ ZEROFX: dict[str, Build] = {
         for lowering in ("eager", "inductor")
     },
     "zerofx 3 at once": with_zerofx(stage=3, start="at_once"),
+    "zerofx 3 global": with_zerofx(stage=3, loss="global"),
     "zerofx 3 gathered once": with_zerofx(stage=3, memory_budget=2**40),
     "zerofx 3 offload": with_zerofx(stage=3, offload="optimizer"),
     "zerofx 2 offload": with_zerofx(stage=2, offload="optimizer"),

@@ -37,7 +37,7 @@ class PassContext:
 
     ``num_backwards`` is how many times the step calls backward; ``bound`` holds the parameters,
     by index, whose layout an earlier program has settled.  ``kept_gathered`` is what the ranks have
-    agreed to keep gathered, by the gathers that there would be with nothing kept.  ``figures``
+    agreed to keep, of gathers and of states, by what they could keep.  ``figures``
     are the same on all ranks.  ``whole_updates`` are the updates that may need whole tensors,
     as (optimizer, parameter); ``state_bytes`` is what
     updates keep per element, where that is known and needed.  ``host_parameters`` are the

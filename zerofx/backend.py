@@ -276,13 +276,17 @@ class CompiledFunction:
         except AgreementError:
             raise  # which all ranks have seen
         except Exception as error:
-            for meeting in (self.agreement, *self._starting_together()):
-                meeting.fail(f"{type(error).__name__}: {error}")
+            self.fail(error)
             raise
 
-    def _starting_together(self) -> list[Agreement]:
-        """Return where ranks still meet at the beginning of steps, with ``start="at_once"``."""
-        return [self.meetings[n] for n, start in self.starting.items() if not start.is_over]
+    def fail(self, error: Exception) -> None:
+        """Tell the other ranks that this one could not compile, wherever they wait for it.
+
+        With ``start="at_once"`` they may do so where a step begins.
+        """
+        starting = [self.meetings[n] for n, start in self.starting.items() if not start.is_over]
+        for meeting in (self.agreement, *starting):
+            meeting.fail(f"{type(error).__name__}: {error}")
 
     def _is_kept(self) -> bool:
         """Return whether programs of earlier starts are taken, and this one's kept for later ones.
@@ -554,8 +558,11 @@ def copied_containers(value: Any) -> Any:
     """Lists, tuples and dicts anew, of the same values: the step may take them apart."""
     if isinstance(value, (dict, UserDict)):
         new = copy.copy(value)
-        for key, one in value.items():
-            new[key] = copied_containers(one)
+        try:
+            for key, one in value.items():
+                new[key] = copied_containers(one)
+        except (TypeError, AttributeError, NotImplementedError):
+            return value  # one that takes no items, and cannot be taken apart
         return new
     if type(value) in (list, tuple):
         return type(value)(map(copied_containers, value))

@@ -198,7 +198,7 @@ def test_a_gradient_that_outlives_a_later_call_holds_nothing_and_says_so(stage):
     first = [p.grad for p in model.parameters()]
     compiled(model, optimizer, *models.features(1, 4))
     second = [p.grad for p in model.parameters()]
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="a later one replaced"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a later one has replaced"):
         multiplied(first, second)
     with pytest.raises(RuntimeError, match=r"has been replaced since.*p\.grad\.clone\(\)"):
         first[0].norm()
@@ -236,11 +236,38 @@ def test_a_step_may_keep_its_gradients_for_the_next_call(at_first):
         torch.testing.assert_close(trained(compiled), trained(step))
 
 
+def test_a_gradient_that_a_later_step_reads_is_not_that_steps_own():
+    def step(model, optimizer, before, *batch):
+        optimizer.zero_grad()
+        squared_loss(model, *batch).backward()
+        own = [p.grad for p in model.parameters()]
+        product = sum((one * other).sum() for one, other in zip(own, before or own, strict=True))
+        optimizer.step()
+        return product
+
+    def trained(function) -> tuple[list[Any], list[Any]]:
+        torch.manual_seed(0)
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generations, products = [None], []
+        for number in range(3):
+            batch = models.features(number, 4)
+            products.append(function(model, optimizer, generations[-1], *batch))
+            generations.append([p.grad for p in model.parameters()])
+        return products, generations[1:]
+
+    products, generations = trained(zero(step, stage=3))
+    torch.testing.assert_close(products, trained(step)[0])
+    assert len({id(gradient) for each in generations for gradient in each}) == 3 * 4
+    with pytest.raises(RuntimeError, match="has been replaced since"):
+        generations[0][0].norm()
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gradients_of_one_rank_that_are_one_tensor_are_kept_apart(stage):
     a, b = (torch.nn.Parameter(torch.randn(2, 3)) for _ in range(2))
     compiled = zero(lambda x: ((a + b) * x).sum().backward(), stage)
-    x = torch.randn(2, 3)
+    x = torch.randn(4, 3)[:2]
     given = x.clone()
     compiled(x)
     a.grad.zero_()

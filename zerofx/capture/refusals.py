@@ -33,9 +33,10 @@ _CAUSES = (
     ),
     _Cause(
         r"runtime/memory/guard\.py",
-        "It reads a gradient or state that an earlier call has left and a later one replaced: "
-        "nothing of it is kept.",
-        "Keep a copy, made in the step that computes it (p.grad.clone()).",
+        "It reads a tensor that holds no values: a gradient of an earlier call that a later one "
+        "has replaced, or a state that is in files.",
+        "Keep a copy of the gradient, made in the step that computes it (p.grad.clone()); read "
+        "states between calls, by optimizer.state_dict().",
     ),
     _Cause(r"builtin operator `print`", "It prints while the step runs.", _LATER),
     _Cause(

@@ -203,17 +203,13 @@ class StepCapture:
         }
 
     def _find_replaced(self) -> frozenset[int]:
-        """Return the parameters whose ``.grad`` is stored, and was not looked at before.
-
-        Not those whose old gradient is an input all the same: the user has kept it.
-        """
+        """Return the parameters whose ``.grad`` is stored, and was not looked at before."""
         seen = compat.dynamo.owners_looked_into("grad")
         if any(owner is None for owner in seen):
             return frozenset()
-        kept = {role.parameter for role in self.roles if role.kind == "gradient"}
         seen_ids = set(map(id, seen))
         stored = set(self.gradient_outputs.values())
-        return frozenset(i for i in stored - kept if id(self.tensors[i]) not in seen_ids)
+        return frozenset(index for index in stored if id(self.tensors[index]) not in seen_ids)
 
     def _copy_views_of_gradients(self) -> None:
         """Return copies where results are views of gradients, which are kept as shards."""

@@ -168,7 +168,7 @@ class Program:
                 keep_source=self.dump.write_file if self.dump else None,
             )
         except Exception as error:
-            self.function.agreement.fail(f"{type(error).__name__}: {error}")
+            self.function.fail(error)
             raise
         sources = runtime.sources()
         is_same_for_all = self.function.agreement.check(

@@ -94,7 +94,7 @@ class ZeroAccelerator(Accelerator):
         Raises: ValueError for micro-batches of which ranks have unequally many.
         """
         parts = self.gradient_accumulation_steps
-        if parts > 1 and resolve(self._zero).uneven:
+        if parts > 1 and self.num_processes > 1 and resolve(self._zero).uneven:
             raise ValueError(
                 "ZeroAccelerator cannot train with `uneven` and "
                 f"gradient_accumulation_steps={parts}: Accelerate updates where a rank's own "

@@ -54,6 +54,7 @@ from zerofx.integrations.trainer_parts import (
 )
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.memory.flat import make_equal
+from zerofx.runtime.parameters.parameter import State
 
 check_library(
     "transformers",
@@ -97,7 +98,7 @@ class ZeroTrainer(Trainer):
         self._zero_is_resumed = False
         super().__init__(plain(model), *others, **named)
         # What the model's parameters are between calls: another trainer may have it in shards.
-        self._zero_is_whole = not bound_parameters(self.model)
+        self._zero_is_whole = State.SHARDED not in {b.state for b in bound_parameters(self.model)}
         check_adapters(self.model, self.args)
         if has_loss_of(self, ZeroTrainer) and not divides_by_items(self.model):
             self.model_accepts_loss_kwargs = False

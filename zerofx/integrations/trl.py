@@ -130,7 +130,9 @@ def _check_loss(kind: Any) -> None:
     known = {ZeroSFTTrainer, *(one for each in order for one in vars(each).get("replaces", ()))}
     lost = [other for other in order if "compute_loss" in vars(other) and other not in known]
     if lost and kind.loss_and_seen is ZeroSFTTrainer.loss_and_seen:
-        raise _cannot(f"{lost[0].__name__}.compute_loss", _COMPILED)
+        name = lost[0].__name__
+        given_up = f"replaces = ({name},) in your class says that training does without"
+        raise _cannot(f"{name}.compute_loss", f"{_COMPILED}; {given_up}")
 
 
 def _cannot(name: str, remedy: str) -> ValueError:

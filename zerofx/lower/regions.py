@@ -70,7 +70,7 @@ def with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
 def _alike_on_ranks(graph: fx.Graph) -> set[fx.Node]:
     """Return what several ranks have alike: what is computed of averaged gradients.
 
-    And what whole parameters are written with, from where it does not differ between ranks: weights
+    And what whole parameters are written with, back to what ranks have sent each other: weights
     that are normalised before forward, say.  A norm of either, added up in another order, would
     have replicas drift apart by last bits.
     """
@@ -85,7 +85,10 @@ def _alike_on_ranks(graph: fx.Graph) -> set[fx.Node]:
             found.add(node)
 
     def onward(node: fx.Node) -> list[fx.Node]:
-        return [] if ops.rules(node).uniform else node.all_input_nodes
+        is_collective = (
+            getattr(node.target, "namespace", "") == "_c10d_functional"
+        )  # the step's own
+        return [] if ops.rules(node).uniform or is_collective else node.all_input_nodes
 
     return found.union(reached(filter(_writes_whole_parameter, graph.nodes), onward))
 

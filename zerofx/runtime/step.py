@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -134,6 +134,7 @@ class StepRuntime:
             for position, role in gradients
             if not role.sharded and not role.unreduced
         ]
+        self.gradient_inputs = gradients
         self.unreduced_gradients = [(at, role) for at, role in gradients if role.unreduced]
         self.other_inputs = [position for position, role in roles if role.kind == "other"]
         self.results = recorded(graph)
@@ -293,7 +294,8 @@ class StepRuntime:
         """Put what is stored of parameters and gradients in the place of what stands for it."""
         for position in self.other_inputs:
             REGISTRY.gradients.refuse_stub(values[position])
-        for index in self.replaced_gradients:
+        kept = {role.parameter for _, role in self.gradient_inputs}  # by the user, and given here
+        for index in self.replaced_gradients - kept:
             REGISTRY.gradients.clear(self.bound[index])
         for position, index in self.whole_gradients:
             REGISTRY.gradients.check_averaged(self.bound[index], values[position])
@@ -308,6 +310,8 @@ class StepRuntime:
                 values[position] = bound.shard
             elif not role.unreduced:
                 values[position] = REGISTRY.gradients.shard(bound, values[position])
+        for index in self.replaced_gradients & kept:
+            REGISTRY.gradients.clear(self.bound[index])
 
     def _place_shards(self) -> None:
         """Have this program's shards where it expects them: another may have moved them since."""
@@ -395,8 +399,9 @@ class StepRuntime:
         given = set(map(id, inputs))
         shared: set[int] = set()
         if self.options.stage < 2 and self.communicator.world_size == 1:  # nothing is averaged
-            once = {id(value): value for value in (*inputs, *results)}.values()
-            shared = {memory for memory, number in _in_memories(once).items() if number > 1}
+            once = {id(v): v for v in (*inputs, *results) if isinstance(v, torch.Tensor)}
+            begins = Counter(value.data_ptr() for value in once.values())
+            shared = {begin for begin, number in begins.items() if number > 1}
         for position, index in self.results.gradients.items():
             if position not in self.results.unreduced:
                 is_new = id(results[position]) not in given
@@ -416,17 +421,21 @@ class StepRuntime:
         if gradient is None:
             return None
         is_part = 0 < gradient.nbytes < gradient.untyped_storage().nbytes()
-        if is_new and is_part and gradient.is_contiguous():
-            with ordinary_tensors():  # it knows nothing of its bucket's others
-                gradient = with_own_storage(gradient.view(-1), bound.info.contiguous)
-        elif is_new and gradient.untyped_storage().data_ptr() in shared:
+        if is_new and gradient.data_ptr() in shared:
             with ordinary_tensors():
                 gradient = gradient.clone()
+        elif is_new and is_part and gradient.is_contiguous():
+            with ordinary_tensors():  # it knows nothing of its bucket's others
+                gradient = with_own_storage(gradient.view(-1), bound.info.contiguous)
         return REGISTRY.gradients.mark_averaged(without_base(gradient), bound)
 
     def _keep_unreduced(self, results: list[Any], inputs: list[Any]) -> None:
         """Store gradients left unreduced, and take off the results that replace such."""
-        users = _in_memories((*inputs, *results))
+        users = Counter(
+            value.untyped_storage().data_ptr()
+            for value in (*inputs, *results)
+            if isinstance(value, torch.Tensor)
+        )
         outer = self.communicator.mesh.outer
         stored = {position: self.results.gradients[position] for position in self.results.unreduced}
         for position, index in {**stored, **self.results.written_gradients}.items():
@@ -451,13 +460,6 @@ class StepRuntime:
             buffers = self.communicator.buffers
             return self.copies.to_device_start(values, torch.device(place), buffers)
         return self.copies.reload_start(values[0], torch.device(place))
-
-
-def _in_memories(values: Iterable[Any]) -> Counter[int]:
-    """Count the tensors that lie in each memory, by its address."""
-    return Counter(
-        value.untyped_storage().data_ptr() for value in values if isinstance(value, torch.Tensor)
-    )
 
 
 def _alive(reference: weakref.ref) -> Any:
