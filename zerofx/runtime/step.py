@@ -294,8 +294,8 @@ class StepRuntime:
         """Put what is stored of parameters and gradients in the place of what stands for it."""
         for position in self.other_inputs:
             REGISTRY.gradients.refuse_stub(values[position])
-        kept = {role.parameter for _, role in self.gradient_inputs}  # by the user, and given here
-        for index in self.replaced_gradients - kept:
+        given = {role.parameter for _, role in self.gradient_inputs}  # what the user has kept
+        for index in self.replaced_gradients - given:
             REGISTRY.gradients.clear(self.bound[index])
         for position, index in self.whole_gradients:
             REGISTRY.gradients.check_averaged(self.bound[index], values[position])
@@ -310,7 +310,7 @@ class StepRuntime:
                 values[position] = bound.shard
             elif not role.unreduced:
                 values[position] = REGISTRY.gradients.shard(bound, values[position])
-        for index in self.replaced_gradients & kept:
+        for index in self.replaced_gradients & given:
             REGISTRY.gradients.clear(self.bound[index])
 
     def _place_shards(self) -> None:

@@ -29,7 +29,7 @@ class Trained:
     tensors: Sequence[nn.Parameter]
     buffers: Sequence[torch.Tensor]
     optimizers: Mapping[int, torch.optim.Optimizer]
-    replaced: Collection[int] = ()
+    replaced: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
