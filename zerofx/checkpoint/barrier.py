@@ -76,8 +76,7 @@ class Ranks:
         Raises: ValueError if the parameters are of several groups, or not of ``group``;
         RuntimeError if a rank does not join.
         """
-        # Each mesh of the same ranks has its own communicator.
-        communicators = {id(bound.communicator.group): bound.communicator for bound in bounds}
+        communicators = {bound.ranks: bound.communicator for bound in bounds}
         if len(communicators) > 1:
             raise ValueError(
                 "the model's parameters are sharded over different process groups, and one "
@@ -96,7 +95,7 @@ class Ranks:
             return cls(None, 0, 1)
         assert found.group is not None
         barrier, store = REGISTRY.barrier, compat.tensors.agreement_store(found.group)
-        barrier.confirm_writes([b for b in barrier.written if b.communicator.group is found.group])
+        barrier.confirm_writes([b for b in barrier.written if b.ranks is found.group])
         lost, known = cls._known.get(found.group, (0, None))
         if known is not None and known._group is None:
             store.add(_LOST, 1)

@@ -17,7 +17,6 @@ from zerofx.runtime.parameters.parameter import ParameterState
 class Barrier:
     """Waits until all ranks that hold shards of some parameters have come to the same point.
 
-    They are those of a process group: each mesh of it has a communicator of its own.
     ``written`` are the parameters whose shards this rank has written by itself since it last met
     the other ranks, with the names of the functions that did so.
     """
@@ -33,9 +32,8 @@ class Barrier:
 
         Raises: RuntimeError on the ranks that came, if one does not.
         """
-        groups = {id(bound.communicator.group): bound.communicator for bound in bounds}
-        for group, communicator in groups.items():
-            self.confirm_writes([b for b in self.written if id(b.communicator.group) == group])
+        for ranks, communicator in {b.ranks: b.communicator for b in bounds}.items():
+            self.confirm_writes([bound for bound in self.written if bound.ranks is ranks])
             _meet(communicator, name, self.join_timeout_s)
 
     def wait_once(
@@ -77,9 +75,8 @@ class Barrier:
         Raises: RuntimeError if another rank does not come.
         """
         written = [bound for bound in bounds if bound in self.written]
-        groups = {id(bound.communicator.group): bound.communicator for bound in written}
-        for group, communicator in groups.items():
-            mine = [bound for bound in written if id(bound.communicator.group) == group]
+        for ranks, communicator in {b.ranks: b.communicator for b in written}.items():
+            mine = [bound for bound in written if bound.ranks is ranks]
             how = sorted(set().union(*(self.written[bound] for bound in mine)))
             name = f"{' and '.join(how)} before a step or state_dict()"
             _meet(communicator, name, self.load_timeout_s)

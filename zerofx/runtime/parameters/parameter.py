@@ -102,6 +102,12 @@ class ParameterState:
         return self.bucket if isinstance(self.bucket, BucketMemory) else None
 
     @property
+    def ranks(self) -> Any:
+        """The process group that holds it: each mesh of one has a communicator of its own."""
+        group = self.communicator.group
+        return self.communicator if group is None else group  # alone
+
+    @property
     def what_is_kept(self) -> str:
         """Say in words what this rank keeps of a gradient that crosses calls."""
         if self.is_unreduced:
