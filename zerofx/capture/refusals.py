@@ -90,7 +90,8 @@ _CAUSES = (
         "Call scheduler.step() after the compiled step: rates are read when it runs.",
     ),
     _Cause(
-        r"torch\.serialization|qualname: save\b|safetensors|OrderedDict.*'_metadata'",
+        r"torch\.serialization|qualname: save\b|safetensors|OrderedDict.*'_metadata'"
+        r"|destination\._metadata = OrderedDict",
         "It saves or loads a file.",
         "Call zerofx.save(path, model, optimizer) between two steps.",
     ),
@@ -128,7 +129,7 @@ _CAUSES = (
         "Draw it with torch (torch.rand), or before the call and give it as an argument.",
     ),
     _Cause(
-        r"torch\._C\.Generator|Opaque object",
+        r"torch\._C\.Generator|<unknown module>\.Generator\b|Opaque object",
         "It makes a random generator in every call.",
         "Draw with the default generator (torch.manual_seed once), or give drawn values to the "
         "step.",
@@ -144,7 +145,7 @@ _CAUSES = (
         "Write torch.zeros_like(x).requires_grad_() for torch.zeros_like(x, requires_grad=True).",
     ),
     _Cause(
-        r"distributed/nn/functional\.py",
+        r"distributed[./]nn[./]functional",
         "torch compiles no collective of torch.distributed.nn.functional.",
         "To compare samples of all ranks in a loss, gather features by "
         "all_gather_tensor_autograd(features, 0, torch.distributed.group.WORLD), of "
@@ -162,7 +163,11 @@ _CAUSES = (
         "It calls an optimizer with a closure that computes gradients several times.",
         "Use an optimizer that steps once for each backward(); LBFGS is not supported.",
     ),
-    _Cause(r"_json\.|json\.\w*coder|pickle", "It writes or reads a format of files.", _OUTSIDE),
+    _Cause(
+        r"_json\.|json\.\w*coder|<unknown module>\.Encoder\b|pickle",
+        "It writes or reads a format of files.",
+        _OUTSIDE,
+    ),
 )
 
 _ANY = _Cause(
