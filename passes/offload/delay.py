@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import fx
 
 from zerofx.errors import StepError
@@ -67,13 +68,18 @@ def check_can_be_delayed(
         if update.users:
             _refuse(table, index, "read after its update", "Read it between calls")
     for gradient in placeholders(graph, "gradient"):
-        if updates and gradient.users:
+        if updates and any(user.target is not _ZEROED for user in gradient.users):
             _refuse(
                 table,
                 input_role(gradient).parameter,
                 "updated with a gradient that another call has left, of other values",
-                "Accumulate in one call, and call optimizer.zero_grad() in it",
+                "Accumulate in one call, and call optimizer.zero_grad() in it, with "
+                "set_to_none=False before its backward()",
             )
+
+
+_ZEROED = torch.ops.aten.zeros_like.default
+"""What ``zero_grad(set_to_none=False)`` reads a gradient with: its shape."""
 
 
 def _refuse(table: ParameterTable, index: int, what: str, remedy: str) -> None:

@@ -585,11 +585,31 @@ def test_steps_are_refused_before_anything_changes(step, words):
     assert_same(model.state_dict(), before)
 
 
+def zeroed_first(model, optimizer, x, y):
+    optimizer.zero_grad(set_to_none=False)
+    return gradients_stay(model, optimizer, x, y)
+
+
+def zeroed_last(model, optimizer, x, y):
+    loss = gradients_stay(model, optimizer, x, y)
+    optimizer.zero_grad(set_to_none=False)
+    return loss
+
+
+@pytest.mark.slow(reason="a step is compiled with gradients and without")
+def test_gradients_that_a_call_begins_by_zeroing_are_not_another_ones():
+    reference, pair, compiled = Reference(), built(), zero(zeroed_first, **DELAYED)
+    for number in range(3):
+        assert run(compiled, pair, [number]) == reference.call(*features(number, 8))
+
+
 @pytest.mark.nightly
-def test_accumulation_across_calls_is_refused():
-    pair, compiled = built(), zero(gradients_stay, **DELAYED)
+@pytest.mark.parametrize("step", (gradients_stay, zeroed_last))
+def test_accumulation_across_calls_is_refused(step):
+    pair, compiled = built(), zero(step, **DELAYED)
     run(compiled, pair, [0])
-    with pytest.raises(StepError, match="another call has left.*zero_grad"):
+    words = "another call has left.*zero_grad.*, with set_to_none=False before its backward"
+    with pytest.raises(StepError, match=words):
         run(compiled, pair, [1])
 
 
