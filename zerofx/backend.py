@@ -131,8 +131,8 @@ class CompiledFunction:
         self.why_not_sharded = ""  # of a step whose stage nobody has chosen yet
         self.attempt: int | None = None  # which one offload="auto" has come to
         self.choice: Choice | None = None  # what plan="auto" has come to
-        self.starting: dict[int, AtOnce] = {}  # by the program's digest
-        self.meetings: dict[int, Agreement] = {}  # of these
+        # By the program's digest, with where the ranks meet meanwhile.
+        self.starting: dict[int, tuple[AtOnce, Agreement]] = {}
         self.record: Record | None = None  # of these
         self.first_call = FirstCall(0.0)  # or the last call that has compiled
         self.copies = Copies(REGISTRY.host)
@@ -284,7 +284,7 @@ class CompiledFunction:
 
         With ``start="at_once"`` they may do so where a step begins.
         """
-        starting = [self.meetings[n] for n, start in self.starting.items() if not start.is_over]
+        starting = [meeting for start, meeting in self.starting.values() if not start.is_over]
         for meeting in (self.agreement, *starting):
             meeting.fail(f"{type(error).__name__}: {error}")
 
@@ -485,7 +485,6 @@ class CompiledFunction:
         if made.digest not in self.starting:
             rank, scope = self.communicator.rank, f"{self.agreement.scope}/{made.digest}"
             agreement = Agreement(self.agreement.store, rank, self.communicator.world_size, scope)
-            self.meetings[made.digest] = agreement
             # What changes nothing that ranks have in common, they may call alone.
             is_common = communicates or bool(updates(made.gm.graph))
 
@@ -505,8 +504,8 @@ class CompiledFunction:
             ranks, cores = ranks_of_machine(self.communicator.world_size), os.sched_getaffinity(0)
             pause = 0.0 if len(cores) >= 2 * ranks else PAUSE
             record = self.record if is_common else None
-            self.starting[made.digest] = AtOnce(name, exchange, record, pause)
-        return self.starting[made.digest]
+            self.starting[made.digest] = AtOnce(name, exchange, record, pause), agreement
+        return self.starting[made.digest][0]
 
     def _first_compilation(self, device: torch.device) -> None:
         """Read the environment and find the ranks, once per function."""

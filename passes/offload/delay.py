@@ -79,7 +79,7 @@ def check_can_be_delayed(
 
 
 _ZEROED = torch.ops.aten.zeros_like.default
-"""What ``zero_grad(set_to_none=False)`` reads a gradient with: its shape."""
+"""``zero_grad(set_to_none=False)`` calls it, which reads a gradient's shape alone."""
 
 
 def _refuse(table: ParameterTable, index: int, what: str, remedy: str) -> None:

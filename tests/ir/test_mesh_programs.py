@@ -381,7 +381,7 @@ def test_a_value_of_one_parameter_is_written_to_another_alone(updates, is_alike,
 
 
 def test_a_copy_in_a_bucket_of_half_the_size_is_cut_otherwise():
-    """What a rank keeps of it is as large as a shard of the bucket for updates."""
+    """A rank keeps as much of the copy as it updates of the weights' bucket, which is larger."""
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(16)) for _ in range(2)]
     copy = nn.Parameter(torch.randn(16), requires_grad=False)

@@ -151,7 +151,7 @@ def test_ranks_choose_alike_where_their_shards_differ():
 
 
 def kept(budget, options, agreed=None):
-    """What a rank keeps with this budget, and the parameters that it updates on the device."""
+    """Return what a rank keeps with a budget, and the parameters that it updates on the device."""
     program = clone(layers_step())
     options = {**OFFLOADED, "bucket_bytes": LAYER, "memory_budget": budget, **options}
     ctx = context_of(program, **options)

@@ -280,7 +280,7 @@ def settings() -> list[Any] | None:
         torch.backends.mha.get_fastpath_enabled(),
         torch._functorch.config.get_hash(),
         _order_of_einsum(),
-        [(flag, _value_of(flag)) for flag in flags],
+        [(flag, value_of(flag)) for flag in flags],
         torch._C._get_deterministic_algorithms(),
         list(torch._C._get_sdp_priority_order()),
     ]
@@ -293,8 +293,8 @@ def _order_of_einsum() -> tuple[Any, ...]:
     return version, of.enabled, of.strategy
 
 
-def _value_of(flag: str) -> Any:
-    """Return a flag of torch's; None of one that it refuses to say, TF32 set by its new name."""
+def value_of(flag: str) -> Any:
+    """Return what a getter of torch's does; None where it raises, as for TF32 by its new name."""
     try:
         return getattr(torch._C, flag)()
     except RuntimeError:

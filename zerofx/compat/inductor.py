@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from zerofx.compat.aot import scalar_hint
+from zerofx.compat.aot import scalar_hint, value_of
 from zerofx.compat.compile_cache import turn_to_compile
 from zerofx.worker import Worker
 
@@ -126,7 +126,7 @@ def settings() -> dict[str, Any]:
         "functorch": torch._functorch.config.save_config(),
         "threads": torch.get_num_threads(),
         "matmul": {name: getattr(matmul, name) for name in _MATMUL if hasattr(matmul, name)},
-        "precision": _precision(),
+        "precision": value_of(_PRECISION),
         "modules": _modules_in_keys(),
         "dtype": torch.get_default_dtype(),
         "fills": torch.utils.deterministic.fill_uninitialized_memory,
@@ -137,17 +137,8 @@ def settings() -> dict[str, Any]:
     }
 
 
-def _precision() -> str | None:
-    """Return the precision of float32's products; None if it was set by torch's new names.
-
-    ``fp32_precision``, which is among ``_MATMUL``, says it then, and torch raises for the old one.
-    """
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
+_PRECISION = "_get_float32_matmul_precision"
+"""Torch raises where it was set by the new name, ``fp32_precision``, which is in ``_MATMUL``."""
 _MATMUL = (
     "fp32_precision",
     "allow_fp16_reduced_precision_reduction",
@@ -185,7 +176,7 @@ def set_settings(found: dict[str, Any]) -> None:
     torch._functorch.config.load_config(found["functorch"])
     torch.set_num_threads(found["threads"])
     precision = found["precision"]
-    if precision is not None and precision != _precision():  # setting it writes others too
+    if precision is not None and precision != value_of(_PRECISION):  # setting it writes others too
         torch.set_float32_matmul_precision(precision)
     for name, value in found["matmul"].items():
         if getattr(torch.backends.cuda.matmul, name) != value:

@@ -189,7 +189,7 @@ def storage_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
 
 @dataclass(frozen=True)
 class KeptGathered:
-    """What a program keeps gathered, and which states on the device, of what it could.
+    """Says what a program keeps gathered, and which states on the device, of what it could.
 
     ``choices`` are what it could, in words: the gathers that it would make with nothing kept, a
     line for each bucket or parameter, then a line for each bucket's states.  ``cuts`` are, for
@@ -203,7 +203,7 @@ class KeptGathered:
     states: frozenset[int] = frozenset()
 
     def packed(self) -> bytes:
-        """What is chosen, for other ranks."""
+        """Return what is chosen as bytes, for other ranks."""
         return json.dumps([[sorted(cuts) for cuts in self.cuts], sorted(self.states)]).encode()
 
     def unpacked(self, packed: bytes) -> KeptGathered:

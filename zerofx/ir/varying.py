@@ -1,4 +1,4 @@
-"""What differs between ranks in a program."""
+"""Finds what differs between ranks in a program."""
 
 from __future__ import annotations
 
