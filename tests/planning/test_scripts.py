@@ -396,6 +396,42 @@ def test_objects_of_all_ranks_are_what_this_one_gives(captured):
     assert [dict(vars(module)) for module in modules] == before
 
 
+def test_tensors_of_all_ranks_are_what_this_one_gives(captured):
+    lines = """
+        other = dist.new_group(backend="nccl", timeout=None)
+        dist.monitored_barrier()
+        mine, sizes = torch.tensor([3]), [torch.zeros(1, dtype=torch.long) for _ in range(8)]
+        dist.all_gather(sizes, mine, group=other)
+        assert [int(one) for one in sizes] == [3] * 8
+        for shape in (8,), (8, 1):
+            out = torch.zeros(shape, dtype=torch.long)
+            work = dist.all_gather_into_tensor(out, mine, None, True)
+            assert work.wait() and out.flatten().tolist() == [3] * 8
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        dist.broadcast(mine, src=3)
+        dist.gather(mine, sizes, dst=0)
+        dist.gather(mine, dst=1)
+        dist.scatter(mine, [torch.tensor([rank + 5]) for rank in range(8)], src=0)
+        assert mine.item() == 5 and dist.scatter(mine, src=1) is None
+        dist.reduce_scatter_tensor(mine, torch.arange(8))
+        assert mine.item() == 0
+        dist.reduce_scatter(mine, [torch.tensor([rank + 7]) for rank in range(8)])
+        assert mine.item() == 7
+
+        """
+    code = textwrap.dedent(SCRIPT).replace("\ndef step", textwrap.dedent(lines) + "def step")
+    captured(code)
+
+
+def test_options_that_do_not_go_together_are_said_in_the_table(planned):
+    words = "import zerofx\nos.environ['ZEROFX_OFFLOAD'] = 'auto'\n"
+    code = textwrap.dedent(SCRIPT).replace("import zerofx\n", words)
+    code = code.replace('{"lowering": "eager"}', '{"lowering": "eager", "memory_budget": 10**9}')
+    status, out, err = planned(code, "--ranks", "4", "--memory-limit", "1", arguments=["64"])
+    assert status == 0, err
+    assert "Nothing can be chosen: " in out and "memory_budget" in out, out
+
+
 @pytest.mark.parametrize(
     "call",
     ["mp.spawn(main, nprocs=2)", "mp.start_processes(main, nprocs=2)", "spawn(main, nprocs=2)"],

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import copy
 import functools
+import inspect
 import linecache
 import os
 import runpy
@@ -179,19 +180,51 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
 """The functions that a script is given in place of those of ``zerofx``: nothing read or written."""
 
 
-def _of_objects() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return collectives of objects, and those for a script: all ranks give what this one gives."""
+class _Done:
+    """Stands for the work of a collective that has been done when it returned."""
 
-    def all_gather(object_list: list[Any], obj: Any, *_args: Any, **_options: Any) -> None:
+    def wait(self, *_args: Any, **_options: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _with_work(
+    collective: Callable[..., Any], instead: Callable[[Any, Any], None]
+) -> Callable[..., _Done | None]:
+    """Return what a collective is ``instead``, as a function of the first two arguments.
+
+    It returns its work if it is called to return at once.
+    """
+    signature = inspect.signature(collective)
+
+    def call(*args: Any, **options: Any) -> _Done | None:
+        given = signature.bind(*args, **options)
+        given.apply_defaults()
+        one, other, *_ = given.arguments.values()
+        instead(one, other)
+        return _Done() if given.arguments["async_op"] else None
+
+    return call
+
+
+def _collectives() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return torch's collectives, and those for a script: all ranks give what this one gives.
+
+    A sum over ranks is the one that the fake group makes: what this rank has given.
+    """
+
+    def all_gather_object(object_list: list[Any], obj: Any, *_args: Any, **_options: Any) -> None:
         object_list[:] = [copy.deepcopy(obj) for _ in object_list]
 
-    def gather(
+    def gather_object(
         obj: Any, object_gather_list: list[Any] | None = None, *_args: Any, **_options: Any
     ) -> None:
         if object_gather_list is not None:
-            all_gather(object_gather_list, obj)
+            all_gather_object(object_gather_list, obj)
 
-    def scatter(
+    def scatter_object_list(
         scatter_object_output_list: list[Any],
         scatter_object_input_list: list[Any] | None = None,
         *_args: Any,
@@ -200,11 +233,57 @@ def _of_objects() -> dict[Callable[..., Any], Callable[..., Any]]:
         if scatter_object_input_list:
             scatter_object_output_list[0] = scatter_object_input_list[0]
 
+    def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
+        for output in outputs:
+            output.copy_(tensor)
+
+    def gather(tensor: torch.Tensor, outputs: list[torch.Tensor] | None) -> None:
+        all_gather(outputs or [], tensor)
+
+    def scatter(output: torch.Tensor, tensors: list[torch.Tensor] | None) -> None:
+        if tensors:
+            output.copy_(tensors[0])
+
+    def all_gather_single(output: torch.Tensor, tensor: torch.Tensor) -> None:
+        output.view(-1, *tensor.shape).copy_(tensor)
+
+    def reduce_scatter_single(output: torch.Tensor, tensor: torch.Tensor) -> None:
+        output.copy_(tensor.reshape(-1, *output.shape)[0])
+
+    new_group = dist.new_group
+
+    def new_fake_group(
+        ranks: Any = None,
+        timeout: Any = None,
+        _backend: Any = None,
+        _pg_options: Any = None,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        for name in ("backend", "pg_options"):  # its ranks are not there either
+            options.pop(name, None)
+        return new_group(ranks, timeout, None, None, *args, **options)
+
+    of_tensors: dict[str, Callable[[Any, Any], None]] = {
+        **dict.fromkeys(("all_reduce", "reduce", "broadcast"), _nothing),
+        "all_gather": all_gather,
+        "all_gather_into_tensor": all_gather_single,
+        "all_gather_single": all_gather_single,  # from torch 2.13 on
+        "gather": gather,
+        "scatter": scatter,
+        "reduce_scatter": scatter,
+        "reduce_scatter_tensor": reduce_scatter_single,
+        "reduce_scatter_single": reduce_scatter_single,  # from torch 2.13 on
+    }
+    instead = {getattr(dist, name, None): of for name, of in of_tensors.items()}
     return {
-        dist.broadcast_object_list: lambda object_list, *_args, **_options: None,
-        dist.all_gather_object: all_gather,
-        dist.gather_object: gather,
-        dist.scatter_object_list: scatter,
+        **{one: _with_work(one, of) for one, of in instead.items() if one is not None},
+        dist.broadcast_object_list: lambda *_args, **_options: None,
+        dist.all_gather_object: all_gather_object,
+        dist.gather_object: gather_object,
+        dist.scatter_object_list: scatter_object_list,
+        dist.monitored_barrier: lambda *_args, **_options: None,
+        dist.new_group: new_fake_group,
     }
 
 
@@ -271,7 +350,7 @@ def _as_rank_0(ranks: int, ranks_of_node: int, on_step: Stop) -> Iterator[None]:
         with contextlib.ExitStack() as patches:
             patch = patches.enter_context
             patch(mock.patch.dict(environment(), variables))
-            patch(in_all_modules({original: init_process_group, **_of_objects()}))
+            patch(in_all_modules({original: init_process_group, **_collectives()}))
             for name, instead in _INSTEAD.items():
                 patch(mock.patch.object(package, name, instead))
             yield
