@@ -155,7 +155,7 @@ def test_plans_count_what_travels_and_what_owners_hold(monkeypatch):
     alive = live_bytes(step.graph, 2, table=step.table)
     monkeypatch.setattr(program, "OWNER_TEMPORARIES", 0)
     without = live_bytes(step.graph, 2, table=step.table)
-    assert alive[here] - without[here] == 3 * share
+    assert alive[here] - without[here] == 3 * 30 * 4, "of the owner who has most"
     assert alive[:here] + alive[here + 1 :] == without[:here] + without[here + 1 :]
     transfer = predict(step.graph, NOMINAL, step.table, 2).transfers[node]
     assert transfer.seconds == transfer.exposed_s == 2 * NOMINAL.transfer_s(share, 2)

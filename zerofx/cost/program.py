@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -182,7 +183,9 @@ class _Memory:
         if node.target is ops.on_owners:
             shards = ops.num_shards(node.graph, self.world_size) if journeys(node) else 1
             times = OWN_STEP_TEMPORARIES if ops.argument(node, "own_step") else OWNER_TEMPORARIES
-            return times * owned_bytes(node, shards, self.table)
+            if self.table is not None:
+                return times * max(bytes_by_owner(node, self.table).values(), default=0)
+            return times * owned_bytes(node, shards)
         if node.target is ops.update:
             value = node.args[0].meta["val"]
             nbytes = self.bytes_of(value)
@@ -329,6 +332,14 @@ def owned_bytes(node: fx.Node, world_size: int, table: ParameterTable | None = N
     wholes = zip(node.args[3], gradients, strict=True)
     nbytes = sum(table[index].numel * gradient.itemsize for index, gradient in wholes)
     return -(-nbytes // world_size)
+
+
+def bytes_by_owner(node: fx.Node, table: ParameterTable) -> dict[int, int]:
+    """Return the bytes of an ``on_owners``' whole tensors, as gradients, by who owns them."""
+    found: dict[int, int] = defaultdict(int)
+    for gradient, index, owner in zip(node.args[1], *node.args[3:5], strict=True):
+        found[owner] += table[index].numel * gradient.meta["val"].itemsize
+    return found
 
 
 def journeys(node: fx.Node) -> int:

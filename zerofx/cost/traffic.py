@@ -10,7 +10,7 @@ from torch import fx
 from zerofx.cost.program import journeys, owned_bytes
 from zerofx.ir import ops
 from zerofx.ir.interface import recorded
-from zerofx.ir.mesh import NUMBERS_TOGETHER
+from zerofx.ir.mesh import DATA, NUMBERS_TOGETHER
 from zerofx.ir.offload import copies_activation, is_staged, staging_bytes
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, role, served
@@ -49,7 +49,7 @@ def wire_bytes(gm: fx.GraphModule, world_size: int, axis: str | None = None) -> 
     sent: Counter[str] = Counter()
     shards, mesh = ops.num_shards(gm.graph, world_size), recorded(gm.graph).mesh
     for node in gm.graph.nodes:
-        if node.target is ops.on_owners and axis in (None, mesh and mesh.across):
+        if node.target is ops.on_owners and axis in (None, mesh.across if mesh else DATA):
             times = journeys(node)
             sent["num_collectives"] += 2 if times else 0
             if times and ops.argument(node, "own_step"):  # ranks compare their groups

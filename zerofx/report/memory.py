@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from zerofx.cost.fusion import Fusion
-from zerofx.cost.program import Allocation, Own, allocations
+from zerofx.cost.program import Allocation, Own, allocations, bytes_by_owner
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, memory_of
 from zerofx.ir.graph import is_backward, is_owned, updated_by
@@ -91,7 +91,7 @@ def pieces_of(
         fusion=fusion,
     )
     allocated = _allocated(nodes, *found)
-    states = _states(nodes, table, state_bytes or {})
+    states = _states(nodes, table, state_bytes or {}, largest)
     return [*_inputs(nodes), *_kept(nodes, table), *states, *allocated, *_staging(nodes)]
 
 
@@ -243,14 +243,20 @@ def errors(nodes: Iterable[fx.Node], table: ParameterTable) -> list[fx.Node]:
 
 
 def _states(
-    nodes: Sequence[fx.Node], table: ParameterTable, state_bytes: Mapping[tuple[int, int], float]
+    nodes: Sequence[fx.Node],
+    table: ParameterTable,
+    state_bytes: Mapping[tuple[int, int], float],
+    largest: bool,
 ) -> Iterator[Piece]:
-    """Yield the optimizers' states; those in files count while they are in host memory."""
+    """Yield the optimizers' states; those in files count while they are in host memory.
+
+    Of owners those of this rank, or of the one that has the ``largest`` part.
+    """
     filed = _filed(nodes)
     found: set[tuple[int, int]] = set()
     for node in nodes:
         place = "host" if ops.updates_on_host(node) else "device"
-        for parameter, numel in _updated(node, table):
+        for parameter, numel in _updated(node, table, largest):
             update = (node.args[2], parameter)
             nbytes = int(state_bytes.get(update, 0) * numel)
             if nbytes and update not in found:
@@ -272,13 +278,16 @@ def _filed(nodes: Sequence[fx.Node]) -> dict[tuple[int, int], tuple[int, int]]:
     return found
 
 
-def _updated(node: fx.Node, table: ParameterTable) -> list[tuple[int, int]]:
+def _updated(node: fx.Node, table: ParameterTable, largest: bool) -> list[tuple[int, int]]:
     """Return the parameters that a node updates, each with the number of elements."""
     if node.target is ops.on_owners and ops.argument(node, "own_step"):
-        pairs = zip(*node.args[3:5], strict=True)
-        mine = [(table[index], owner) for index, owner in pairs]
+        owned = bytes_by_owner(node, table)
+        at_most = max(owned, key=owned.__getitem__)
+        pairs = [(table[index], owner) for index, owner in zip(*node.args[3:5], strict=True)]
         return [
-            (info.index, info.numel) for info, owner in mine if owner in (EVERY_RANK, info.rank)
+            (info.index, info.numel)
+            for info, owner in pairs
+            if owner in (EVERY_RANK, at_most if largest else info.rank)
         ]
     if node.target is ops.update and is_owned(node) and _follows_own_step(node):
         return []
