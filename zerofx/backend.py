@@ -34,7 +34,7 @@ from zerofx.capture import substitutes
 from zerofx.capture.checks import refuse_reads_of_states
 from zerofx.capture.refusals import explained
 from zerofx.capture.step import CapturedStep, StepCapture
-from zerofx.compiler.best import Choice, Search, agreed
+from zerofx.compiler.best import Choice, Search, agreed, first_found, searches
 from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.forecast import Ranks
 from zerofx.compiler.program import Program
@@ -131,6 +131,8 @@ class CompiledFunction:
         self.why_not_sharded = ""  # of a step whose stage nobody has chosen yet
         self.attempt: int | None = None  # which one offload="auto" has come to
         self.choice: Choice | None = None  # what plan="auto" has come to
+        self.chosen_from: tuple[Options, int]  # then what was given, and the limit
+        self.chose_for_updates = False
         # By the program's digest, with where the ranks meet meanwhile.
         self.starting: dict[int, tuple[AtOnce, Agreement]] = {}
         self.record: Record | None = None  # of these
@@ -333,15 +335,22 @@ class CompiledFunction:
         """Return whether the first program's options are still to be chosen, by ``plan``."""
         return self.options is not None and self.options.plan is not None and self.choice is None
 
+    def _is_to_choose_again(self, step: CapturedStep) -> bool:
+        """Return whether what was chosen was for steps that update nothing, and this one does."""
+        return bool(self.choice and step.updates) and not self.chose_for_updates
+
     def _choose(self, step: CapturedStep) -> CapturedStep:
         """Choose the options that are not given, with all ranks; return the step for them.
 
         What another function over the same parameters has chosen, or was given, is taken over:
-        they have their layout.  A step without updates chooses for training that may follow too:
-        it cuts as much as fits, and leaves open what leaves the device.
+        they have their layout.  So is what this one has chosen for a step without updates: that
+        leaves open what leaves the device.
         """
-        given = self.options
-        assert given is not None
+        assert self.options is not None
+        if self.choice is None:
+            limit = self.options.memory_limit
+            self.chosen_from = self.options, self._free_bytes(step) if limit is None else limit
+        given, limit = self.chosen_from
         by_user = fixed = named(self.user_options)
         bound = {id(tensor) for tensor in step.tensors if REGISTRY.lookup(tensor) is not None}
         before, trains = self.backend.function_of(bound)
@@ -354,8 +363,12 @@ class CompiledFunction:
                 if name.removeprefix("outer_") not in by_user
             }
             given = replace(given, **taken)
-        limit = self._free_bytes(step) if given.memory_limit is None else given.memory_limit
         ranks = self._ranks(self.figures)
+        exchange = partial(self.agreement.exchange, timeout_s=AGREEMENT_TIMEOUT_S)
+        kept: int | None = None
+        if before is not None and before.choice is not None and before.chose_for_updates:
+            mine = before.choice.form.forecast.kept.get("optimizer states", 0)
+            kept = max(map(int, exchange(("plan auto beside states",), str(mine).encode())))
         search = partial(
             Search,
             step,
@@ -364,14 +377,9 @@ class CompiledFunction:
             why_whole=self.why_not_sharded,
             known=REGISTRY.places(step.tensors),
         )
-        exchange = partial(self.agreement.exchange, timeout_s=AGREEMENT_TIMEOUT_S)
-        if not step.updates and "stage" not in fixed and not self.why_not_sharded:
-            has_axes = len(ranks.axes) > 1 and ranks.axes[0][1] > 1
-            cut = replace(given, stage=3, outer_stage=3 if has_axes else None)
-            with contextlib.suppress(StepError):  # on all ranks: it does not fit, or cannot be
-                self.choice = agreed(search(given=cut, named=fixed | {"stage"}), exchange)
+        looked = searches(search, step, given, fixed, ranks.axes, kept)
         try:
-            self.choice = self.choice or agreed(search(given=given, named=fixed), exchange)
+            self.choice = first_found(looked, partial(agreed, exchange=exchange))
         except BudgetError as error:
             if before is not None and "stage" not in by_user:
                 error.add_note(
@@ -381,7 +389,7 @@ class CompiledFunction:
                 )
             raise
         logger.info("%s: plan auto has chosen %s", self.name, self.choice.reasons[0])
-        self.options = self.choice.options
+        self.options, self.chose_for_updates = self.choice.options, bool(step.updates)
         self.figures = ranks.figures_for(self.options)
         with compat.tensors.real_tensors():  # in which a mesh has its ranks
             self.communicator = Communicator.of(self._group, self.options.stage_outside)
@@ -409,7 +417,7 @@ class CompiledFunction:
         return min(map(int, found))
 
     def _run_passes(self, step: CapturedStep) -> Callable:
-        if self.is_to_choose:
+        if self.is_to_choose or self._is_to_choose_again(step):
             with self.first_call.part("choosing"):
                 step = self._choose(step)
         with self.first_call.part("passes"):

@@ -187,6 +187,55 @@ def test_a_limit_says_what_fits():
     assert "fits" in words["3"] and "too much" in words["0"]
 
 
+def test_a_call_that_updates_nothing_says_that_states_are_missing():
+    model = torch.nn.Linear(8, 8)
+    arguments = {"ranks": 2, "stages": [3], "options": FIGURES}
+
+    def backward(x):
+        model(x).square().mean().backward()
+
+    made = plan(backward, [torch.ones(2, 8)], **arguments)
+    assert "this call updates nothing: what an optimizer keeps is in none" in str(made)
+    assert made.facts["updates"] is False
+    given = model, torch.optim.SGD(model.parameters()), torch.ones(2, 8), torch.zeros(2, 8)
+    made = plan(step_with(), given, **arguments)
+    assert "updates nothing" not in str(made) and made.facts["updates"] is True
+
+
+class Normed(torch.optim.Optimizer):
+    """Reads a number of the whole gradient: its own step runs, on owners."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["sum"] = torch.zeros_like(parameter)
+            state["sum"] += parameter.grad
+            parameter.sub_(state["sum"], alpha=0.1 / max(parameter.grad.norm().item(), 1.0))
+
+
+def test_owners_count_as_the_one_that_has_most():
+    """Of 10, 9 and 9 the second rank owns 18, and both send what they own."""
+    model = torch.nn.ParameterList(torch.ones(size, 64) for size in (10, 9, 9))
+    optimizer = Normed(model.parameters())
+
+    def step(x):
+        sum((parameter * x).square().sum() for parameter in model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    made = plan(step, [torch.ones(64)], ranks=2, stages=[1], options=FIGURES)
+    (forecast,) = made.forecasts.values()
+    owned, all_of_it = 18 * 64 * 4, 28 * 64 * 4
+    assert forecast.kept["optimizer states"] == owned
+    assert sum(forecast.peak.values()) >= all_of_it + owned + 6 * owned
+    assert forecast.sent["data"] > all_of_it
+
+
 @pytest.mark.slow(reason="plans for several numbers of ranks")
 def test_a_limit_that_nothing_fits_names_the_least_and_ranks_on_which_it_would():
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(2)))

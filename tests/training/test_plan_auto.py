@@ -205,6 +205,56 @@ def test_an_evaluation_leaves_to_training_what_that_needs(ranks):
         assert chosen[2].offload == chosen[1].offload
 
 
+def accumulating(model, optimizer, x, y, is_last):
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    if is_last:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+def accumulated(limit):
+    """Return losses and states of calls of which each second updates, and what each has chosen."""
+    torch._dynamo.reset()
+    pair, found, chosen = built(), [], []
+    if limit is None:
+        options = {"lowering": "eager", "hardware": FIGURES}
+        step = torch.compile(accumulating, backend="zero", options=options)
+    else:
+        step = auto(accumulating, limit)
+    for number in range(4):
+        found.append(step(*pair, *features(number, 8), number % 2 == 1))
+        function = function_of(step)
+        chosen.append(function.choice and (function.options, function.choice.form))
+    return found, [each.state_dict() for each in pair], chosen
+
+
+@pytest.mark.slow(reason="steps are planned and compiled")
+def test_a_call_that_updates_chooses_with_the_states_that_it_will_have():
+    limit = 20_000_000
+    expected, chosen = accumulated(None), accumulated(limit)
+    assert_same(chosen[:2], expected[:2])
+    (first, form), (then, with_states), *later = chosen[2]
+    assert not first.offload and form.needs <= limit
+    assert "optimizer" in then.offload and with_states.needs <= limit
+    assert first.stage == then.stage and all(options is then for options, _ in later)
+
+
+@pytest.mark.slow(reason="steps are planned and compiled")
+def test_a_step_without_updates_leaves_room_for_states():
+    pair, x = built(), features(0, 8)[0]
+    states = 2 * sum(parameter.nbytes for parameter in pair[0].parameters())
+    for options in ({}, {"stage": 3}):
+        for limit, room in ((10**9, states), (states, 0)):
+            torch._dynamo.reset()
+            pair = built()
+            step = auto(evaluate, limit, **options)
+            with torch.no_grad():
+                step(pair[0], x)
+            assert function_of(step).choice.limit == limit - room
+
+
 @pytest.mark.slow(reason="steps are planned and compiled")
 def test_training_that_fits_no_stage_taken_over_is_told_whose_that_is():
     with pytest.raises(BudgetError) as raised:

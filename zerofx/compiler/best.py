@@ -204,7 +204,8 @@ class Search:
     form's program is made by the passes, as it would be to run; within it an integer program says
     what stays on the device.  A step for which there is a reason ``why_whole`` has its states
     whole.  ``known`` are the places of parameters that have one, ``made`` the forecasts that there
-    are, ``more`` the bytes above the limit of which the choice is to say what they buy.
+    are, ``more`` the bytes above the limit of which the choice is to say what they buy, ``room``
+    those within it that are left to states of optimizers which the step does not count.
     """
 
     def __init__(
@@ -219,8 +220,12 @@ class Search:
         known: Mapping[int, Any] | None = None,
         made: Iterable[Forecast] = (),
         more: int = 0,
+        room: int = 0,
     ) -> None:
-        self.step, self.given, self.ranks, self.limit = step, given, ranks, limit
+        self.step, self.given, self.ranks, self.limit = step, given, ranks, limit - room
+        self.within = f"memory_limit is {limit} bytes"
+        if room:
+            self.within += f", of which {room} are for states of optimizers"
         self.named, self.why_whole, self.known = frozenset(named), why_whole, known or {}
         self.more = more
         self.tried: dict[Options, Form] = {}
@@ -322,8 +327,8 @@ class Search:
         if fits is not None:
             more = f"on {number} ranks, where {words_of(fits)} fits"
         raise BudgetError(
-            f"memory_limit is {self.limit} bytes, and the least that this step takes of a rank's "
-            f"device is {needs}, with {words_of(options)}: give it that much, train {more}, or let "
+            f"{self.within}, and the least that this step takes of a rank's device is {needs}, "
+            f"with {words_of(options)}: give it that much, train {more}, or let "
             "torch.utils.checkpoint drop activations.",
             needed=needs,
         )
@@ -430,6 +435,58 @@ def ranks_that_fit(
     return None, None
 
 
+STATE_BYTES = 8
+"""What an optimizer is taken to keep of each element until it is known: two float32, as AdamW."""
+
+
+def searches(
+    search: Callable[..., Search],
+    step: CapturedStep,
+    given: Options,
+    named: Collection[str],
+    axes: Sequence[tuple[str, int]],
+    kept: int | None = None,
+) -> Iterator[Search]:
+    """Yield where to look for a step's form: in the next one if nothing is found in one.
+
+    A step without updates leaves room for what optimizers have on the device meanwhile: the bytes
+    that they have ``kept``, or will if nobody has updated yet.  Then it cuts as much as fits, and
+    if it finds nothing beside them, they will have to leave.
+    """
+    if step.updates:
+        yield search(given=given, named=named)
+        return
+    cut = given
+    if "stage" not in named:
+        has_axes = len(axes) > 1 and axes[0][1] > 1
+        cut = replace(given, stage=3, outer_stage=3 if has_axes else None)
+    room = kept
+    if room is None:
+        shards = math.prod(size for _, size in axes) if cut.stage else 1
+        trained = sum(info.numel for info in step.table if info.requires_grad)
+        room = 0 if "optimizer" in cut.offload else STATE_BYTES * -(-trained // shards)
+    yield search(given=cut, named={*named, "stage", "offload"}, room=room)
+    if kept is None:
+        yield search(given=cut, named={*named, "stage"})
+    if kept is None and cut is not given:
+        yield search(given=given, named=named)
+
+
+def first_found(looked: Iterable[Search], choose: Callable[[Search], Choice]) -> Choice:
+    """Return what the first search finds that finds anything.
+
+    Raises: StepError, what the last one has raised, if none does.
+    """
+    refused: StepError | None = None
+    for search in looked:
+        try:
+            return choose(search)
+        except StepError as error:  # it does not fit, or cannot be
+            refused = error
+    assert refused is not None
+    raise refused
+
+
 def agreed(search: Search, exchange: Callable[[Sequence[str], bytes], Sequence[bytes]]) -> Choice:
     """Choose what fits all ranks: those whose batches have other shapes may choose differently.
 
@@ -463,8 +520,8 @@ def agreed(search: Search, exchange: Callable[[Sequence[str], bytes], Sequence[b
         form = forms[min(range(len(keys)), key=slowest.__getitem__)]
         if math.isinf(min(slowest)) or form is None:
             raise BudgetError(
-                f"memory_limit is {search.limit} bytes, and ranks whose batches have other shapes "
-                f"need different plans for it: none of {len(keys)} fits all of them. Give batches "
+                f"{search.within}, and ranks whose batches have other shapes need "
+                f" different plans for it: none of {len(keys)} fits all of them. Give batches "
                 "of one shape, or choose by options."
             )
         mine = replace(mine, form=form)

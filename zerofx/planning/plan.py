@@ -6,11 +6,12 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from zerofx.compiler.best import Choice, Search, ranks_that_fit
+from zerofx.compiler.best import Choice, Search, first_found, ranks_that_fit, searches
 from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.forecast import Forecast, Ranks
 from zerofx.devices import RANKS_OF_NODE, Device, device_named
@@ -61,7 +62,7 @@ class Plan:
     ``forecasts`` are by stage, as ``3`` or ``gpu:3,node:1``, ``refused`` the reasons why others
     cannot be.  ``memory_limit`` is what the device has for it, in bytes, and ``choice`` what
     ``plan="auto"`` would choose within it, or why nothing fits; None if nobody said.  ``least`` is
-    about a limit that no stage fits.
+    about a limit that no stage fits.  What ``updates`` nothing has no states of an optimizer.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Plan:
     memory_limit: int | None = None
     choice: Choice | str | None = None
     least: Least | None = None
+    updates: bool = True
 
     def __str__(self) -> str:
         return text_of([self.facts])
@@ -87,6 +89,7 @@ class Plan:
             "parameters": len(self.table),
             "elements": sum(info.numel for info in self.table),
             "bytes": sum(info.nbytes for info in self.table),
+            "updates": self.updates,
             "figures": f"{'; '.join(sorted(used))} ({', '.join(sorted(source))})",
             "memory_limit": self.memory_limit,
             "least": self.least and self.least._asdict(),
@@ -159,7 +162,15 @@ def plan_of(
     chosen = _stages_of(axes) if stages is None else list(stages)
     forecasts, refused = _forecasts(call, axes, given, chosen, source)
     number = math.prod(size for _, size in axes)
-    made = Plan(call.name, call.step.table, number, forecasts, refused, memory_limit)
+    made = Plan(
+        call.name,
+        call.step.table,
+        number,
+        forecasts,
+        refused,
+        memory_limit,
+        updates=bool(call.step.updates),
+    )
     if memory_limit is None:
         return made
     made = replace(made, choice=_choice(call, axes, given, made, memory_limit, source))
@@ -211,20 +222,20 @@ def _choice(
     if "auto" in (given.get("offload") or ()):
         free.add("offload")
     given = {name: value for name, value in given.items() if name not in free}
-    options = _options(call, given, axes, 3)
-    search = Search(
-        call.step,
-        options,
-        named(given, call.environ) - free,
-        _ranks(axes, options, source, call.makes_whole),
-        limit,
-        why_whole=call.why_not_sharded,
-        made=made.forecasts.values(),
-        more=2**30,
-    )
     try:
-        return search.run()
-    except StepError as error:
+        options = _options(call, given, axes, 3)
+        search = partial(
+            Search,
+            call.step,
+            ranks=_ranks(axes, options, source, call.makes_whole),
+            limit=limit,
+            why_whole=call.why_not_sharded,
+            made=made.forecasts.values(),
+            more=2**30,
+        )
+        looked = searches(search, call.step, options, named(given, call.environ) - free, axes)
+        return first_found(looked, Search.run)
+    except ValueError as error:  # of options that do not go together; a StepError is one too
         return str(error)
 
 

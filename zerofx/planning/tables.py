@@ -25,6 +25,11 @@ def text_of(plans: Sequence[Facts]) -> str:
         f"{first['elements']} elements, {size_text(first['bytes'])}",
         f"planned with {first['figures']}",
     ]
+    if not first.get("updates", True):  # a file of before may lack it
+        lines.append(
+            "this call updates nothing: what an optimizer keeps is in none of these. For training, "
+            "plan a call that updates."
+        )
     stages = [(plan, stage) for plan in plans for stage in plan["stages"]]
     if stages:
         lead = [[plan["ranks"], stage] if many else [stage] for plan, stage in stages]
@@ -103,7 +108,8 @@ def _step(of: Facts, limit: int | None) -> list[str]:
         first = of["outside"].get(AT_FIRST, {"nbytes": 0})["nbytes"]
         fits = ", too much"
         if of["device_bytes"] <= limit:
-            fits = ", fits with deferred_init" if first and peak + first > limit else ", fits"
+            is_too_much = first and of["device_bytes"] + first > limit
+            fits = ", fits with deferred_init" if is_too_much else ", fits"
     sent = [
         size_text(nbytes) + (f" {axis}" if len(sends) > 1 else "")
         for axis, nbytes in sends.items()
