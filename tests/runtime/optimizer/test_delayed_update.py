@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
-from tests.kit.covering import each_value, only
+from tests.kit.covering import each_pair, nightly, only
 from tests.kit.models import features
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainings import (
@@ -130,7 +130,10 @@ def trained(step, calls, options, settle=(), make=torch.optim.AdamW):
 
 
 @pytest.mark.slow(reason="two ranks train")
-@pytest.mark.parametrize("step, world_size", each_value((plain, clipped, accumulated), (1, 2)))
+@pytest.mark.parametrize(
+    "step, world_size",
+    each_pair((plain, clipped, accumulated), (1, 2), default=[(plain, 2)]),
+)
 def test_is_bitwise_the_definition(step, world_size, ranks):
     losses, *states = expected(step, 5, num_ranks=world_size)
     found = [trained(step, 5, {})] if world_size == 1 else ranks(2).run(trained, step, 5, {})
@@ -141,12 +144,10 @@ def test_is_bitwise_the_definition(step, world_size, ranks):
             assert_same((got, *rest), (mine, *states))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
-    only(
-        ({"bucket": False},),
-        [{"lowering": "inductor"}, {"bucket": False}, {"update_in_backward": False}],
-    ),
+    [{"lowering": "inductor"}, {"bucket": False}, {"update_in_backward": False}],
     ids=str,
 )
 def test_is_the_definition_with_other_options(options):
@@ -165,14 +166,15 @@ def settled_each_time(options, calls=3):
     return losses, pair[0].state_dict(), pair[1].state_dict()
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
-@pytest.mark.parametrize("name", only(("masters, int8 moments",), PRECISIONS))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PRECISIONS)
 def test_settled_after_every_call_it_is_the_same_as_without(name):
     with mock.patch("zerofx.codegen.rewrite.storage.FEWEST_CODED", 64):
         delayed = settled_each_time({**DELAYED, **PRECISIONS[name]})
         assert_same(delayed, settled_each_time({"offload": "optimizer", **PRECISIONS[name]}))
 
 
+@pytest.mark.nightly
 def test_differs_from_updates_in_time():
     model, optimizer = built()
     before = copy.deepcopy(model.state_dict())
@@ -220,7 +222,7 @@ SETTLE = {
 
 
 @pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("by", only(("model", "open"), [by for by in SETTLE if by != "nothing"]))
+@pytest.mark.parametrize("by", only(("open",), [by for by in SETTLE if by != "nothing"]))
 def test_what_looks_settles_and_the_next_call_is_a_first_one(by, ranks):
     (first, second), *states = expected(plain, 4, settle_after=(0, 2), num_ranks=2)
     found = ranks(2).run(trained, plain, 4, {}, (by, "nothing", by))
@@ -229,6 +231,7 @@ def test_what_looks_settles_and_the_next_call_is_a_first_one(by, ranks):
     assert first != expected(plain, 4, num_ranks=2)[0][0], "settling shows"
 
 
+@pytest.mark.nightly
 def test_what_is_loaded_is_loaded_over_the_pending_update():
     reference = Reference()
     model, optimizer = built()
@@ -244,6 +247,7 @@ def test_what_is_loaded_is_loaded_over_the_pending_update():
     assert not pending(optimizer)
 
 
+@pytest.mark.nightly
 def test_loading_the_optimizer_settles_first():
     reference = Reference()
     model, optimizer = built()
@@ -276,7 +280,7 @@ def test_a_run_may_begin_in_time_and_go_on_delayed_and_back():
     assert_same(pair[1].state_dict(), reference.optimizer.state_dict())
 
 
-@pytest.mark.slow(reason="a kernel is compiled for the first update of neighbours")
+@pytest.mark.nightly
 def test_an_evaluation_in_inference_mode_leaves_states_that_later_steps_change(monkeypatch):
     monkeypatch.setattr(updates, "FEWEST_ELEMENTS", 0)
     pair, compiled = built(), zero(lowering="inductor", **DELAYED)
@@ -310,6 +314,7 @@ def test_another_batch_size_takes_over_what_is_pending():
     assert_same(pair[0].state_dict(), reference.device.state_dict())
 
 
+@pytest.mark.nightly
 def test_a_function_that_is_gone_loses_nothing():
     reference, (model, optimizer) = Reference(), built()
     compiled = zero(**DELAYED)
@@ -423,7 +428,7 @@ def test_a_step_that_fails_leaves_nothing_half_done():
     assert_same(model.state_dict(), reference.device.state_dict())
 
 
-@pytest.mark.slow(reason="a step is compiled for two models")
+@pytest.mark.nightly
 def test_a_step_that_fails_leaves_another_models_updates_to_it():
     reference, pair, failing = Reference(), built(), built()
     compiled = zero(update_in_backward=False, bucket_bytes=400, **DELAYED)
@@ -451,6 +456,7 @@ def test_a_step_that_fails_leaves_another_models_updates_to_it():
     assert run(compiled, pair, [2]) == reference.call(*features(2, 8))
 
 
+@pytest.mark.nightly
 def test_a_step_that_fails_after_its_updates_has_made_them():
     reference, (model, optimizer) = Reference(), built()
     compiled = zero(update_in_backward=False, **DELAYED)
@@ -468,6 +474,7 @@ def test_a_step_that_fails_after_its_updates_has_made_them():
     assert_same(model.state_dict(), reference.device.state_dict())
 
 
+@pytest.mark.nightly
 def test_an_update_that_fails_is_raised_by_who_waits_for_it():
     pair, compiled = built(), zero(**DELAYED)
     run(compiled, pair, range(2))
@@ -541,6 +548,7 @@ def tensor_rates(params, lr):
     return torch.optim.SGD(groups, lr=torch.tensor(lr), momentum=0.9)
 
 
+@pytest.mark.nightly
 def test_a_learning_rate_that_is_a_tensor_is_read_at_the_call():
     """Schedulers write to it in place, while the update is under way."""
     go, original = threading.Event(), ReadyUpdate.__init__
@@ -572,7 +580,7 @@ def decayed(model, optimizer, x, y):
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        (stepped_twice, "is updated twice in a call"),
+        nightly(stepped_twice, "is updated twice in a call"),
         (read_after, "'.*twice.weight' is read after its update"),
         (decayed, "'.*head.weight' is written to in the step"),
     ],
@@ -596,7 +604,7 @@ def zeroed_last(model, optimizer, x, y):
     return loss
 
 
-@pytest.mark.slow(reason="a step is compiled with gradients and without")
+@pytest.mark.nightly
 def test_gradients_that_a_call_begins_by_zeroing_are_not_another_ones():
     reference, pair, compiled = Reference(), built(), zero(zeroed_first, **DELAYED)
     for number in range(3):

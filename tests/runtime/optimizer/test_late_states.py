@@ -24,7 +24,7 @@ from tests.kit.checkpoints import (
     train,
     zero,
 )
-from tests.kit.covering import first, only
+from tests.kit.covering import only
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.checkpoint.reading import Reader, in_use
 from zerofx.runtime.optimizer.lazy_states import LazyState, unread
@@ -39,12 +39,16 @@ def forget_compiled_code():
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    """Saved by one process after three steps."""
-    folder = tmp_path_factory.mktemp("late") / "a"
-    torch._dynamo.reset()
-    save_trained(str(folder), 3)
-    return folder
+def trained(tmp_path_factory):
+    """Saved by one process after three steps: the path, the losses of two more, what was saved."""
+    path = tmp_path_factory.mktemp("late") / "a"
+    losses, saved, _ = save_trained(str(path), 3)
+    return path, losses, saved
+
+
+@pytest.fixture
+def path(trained):
+    return trained[0]
 
 
 def loaded(path, seed=1):
@@ -107,15 +111,11 @@ def test_a_rank_reads_the_shards_that_it_keeps(stage, tier, ranks, tmp_path):  #
     assert total == (4 if stage == 0 else 2) * results[0][2]
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
-def test_plain_torch_reads_them_by_using_them(path):
-    other = built()
-    compiled = zero(0)
-    train(compiled, other, range(3))
-    zerofx.unshard(*other)
+def test_plain_torch_reads_them_by_using_them(trained):
+    path, losses, _ = trained
     pair = loaded(path)
     assert late_states(pair)
-    assert train(step, pair, range(3, 5)) == train(step, other, range(3, 5))
+    assert train(step, pair, range(3, 5)) == losses
     assert not late_states(pair) and not unread()
     assert all(type(v) is torch.Tensor for s in pair[1].state.values() for v in s.values())
 
@@ -135,21 +135,16 @@ def as_loaded_elsewhere(pair):
 
 @pytest.mark.parametrize(
     "look",
-    first(
-        2,
-        [
-            lambda pair: copy.deepcopy(pair[1].state_dict()),
-            lambda pair: copy.deepcopy(pair[1]).state_dict(),
-            as_saved,
-            as_loaded_elsewhere,
-        ],
-    ),
+    [
+        lambda pair: copy.deepcopy(pair[1].state_dict()),
+        lambda pair: copy.deepcopy(pair[1]).state_dict(),
+        as_saved,
+        as_loaded_elsewhere,
+    ],
 )
-def test_whoever_looks_sees_values(look, path):
-    expected = built()
-    train(zero(0), expected, range(3))
-    pair = loaded(path)
-    assert_same(dict(look(pair)), dict(expected[1].state_dict()))
+def test_whoever_looks_sees_values(look, trained):
+    path, _, (_, expected) = trained
+    assert_same(dict(look(loaded(path))), dict(expected))
 
 
 def test_printing_one_and_asking_for_its_shape_reads_nothing(path):
@@ -193,6 +188,7 @@ def test_other_states_take_their_place(path, tmp_path):
     assert train(compiled, pair, range(6, 8)) == train(zero(3), other, range(6, 8))
 
 
+@pytest.mark.nightly
 def test_a_step_that_reads_states_itself_says_what_to_do(path):
     def reading(model, optimizer, tokens):
         loss = step(model, optimizer, tokens)
@@ -223,7 +219,7 @@ def test_files_of_another_load_are_read_a_bucket_at_a_time(path, tmp_path):
 # What happens to a checkpoint in the meantime
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 def test_one_that_has_gone_is_an_error_before_anything_changes(path, tmp_path):
     shutil.copytree(path, tmp_path / "a")
     pair = loaded(tmp_path / "a")
@@ -258,6 +254,7 @@ def test_damage_is_found_when_it_is_read(how, path, tmp_path):
     assert late_states(pair)
 
 
+@pytest.mark.nightly
 def test_what_has_been_read_or_replaced_is_in_use_no_longer(path, tmp_path):
     for name in ("a", "b"):
         shutil.copytree(path, tmp_path / name)
@@ -273,7 +270,7 @@ def test_what_has_been_read_or_replaced_is_in_use_no_longer(path, tmp_path):
         gc.enable()
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 def test_one_that_is_still_to_be_read_is_kept(tmp_path):
     first = built(0)
     train(zero(3), first, range(2))
@@ -302,6 +299,7 @@ def test_one_loaded_by_a_link_is_kept_wherever_the_link_goes(tmp_path):
     assert train(zero(3), pair, range(2, 4)) == train(zero(3), first, range(2, 4))
 
 
+@pytest.mark.nightly
 def test_memory_is_asked_for_by_its_device(path):
     """Whatever the default is: a user's may be the GPU."""
     expected = states(loaded(path))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.kit.covering import each_value, first, nightly
+from tests.kit.covering import each_value, first, nightly, only
 from tests.kit.optimizers import VARIANTS
 from tests.runtime.optimizer.test_update import layout, shard
 from zerofx import compat
@@ -130,7 +130,9 @@ def plain_fp32(name, wholes, gradients):
     return parameters, optimizer
 
 
-@pytest.mark.parametrize("name, dtype", each_value(NAMES, (torch.bfloat16, torch.float16)))
+@pytest.mark.parametrize(
+    "name, dtype", first(3, each_value(NAMES, (torch.bfloat16, torch.float16)))
+)
 def test_masters_train_bitwise_as_float32_parameters(name, dtype):
     wholes = randoms(*LENGTHS, dtype=dtype)
     gradients = [randoms(*LENGTHS, seed=9 + step, dtype=dtype) for step in range(7)]
@@ -174,15 +176,13 @@ def plain_fp32_double(name, wholes, gradients):
     return parameters, optimizer
 
 
-@pytest.mark.parametrize("name", first(6, NAMES))
+@pytest.mark.parametrize("name", first(2, NAMES))
 def test_masters_in_a_kernel_are_as_exact_as_float32(name, uncompiled, kernels):
     assert_masters_are_as_exact(name, kernels)
 
 
-@pytest.mark.slow(reason="kernels of several lengths are compiled")
-@pytest.mark.parametrize(
-    "name, dtype", first(1, each_value(COMPILED, (torch.bfloat16, torch.float16)))
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, dtype", each_value(COMPILED, (torch.bfloat16, torch.float16)))
 def test_masters_in_a_compiled_kernel_are_as_exact_as_float32(name, dtype, kernels):
     assert_masters_are_as_exact(name, kernels, dtype)
 
@@ -278,7 +278,7 @@ def test_stochastic_rounding_keeps_what_is_exact_and_what_is_not_finite():
         torch.testing.assert_close(rounded, odd.bfloat16(), equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", only(("adamw", "sgd", "lion"), NAMES))
 def test_a_rounded_parameter_is_one_of_two_neighbours(name, uncompiled):
     """Of what the update gives in float32, whose first step no rounding has preceded."""
     wholes = randoms(*LENGTHS, dtype=torch.bfloat16)
@@ -315,12 +315,21 @@ def test_updates_too_small_for_bfloat16_move_a_parameter_on_average(uncompiled):
     assert abs(moved[ROUNDED] - steps * lr) < 5 * sigma
 
 
-@pytest.mark.slow(reason="four trainings, each on other ranks and traced by itself")
-@pytest.mark.parametrize("precision", [ROUNDED, nightly(Precision(moment_dtype=torch.bfloat16))])
-def test_any_number_of_ranks_rounds_alike(precision, uncompiled):
+FEW = ((1, False), (3, True))
+
+
+@pytest.mark.slow(reason="trainings on other ranks, each traced by itself")
+@pytest.mark.parametrize(
+    "precision, settings",
+    [
+        (ROUNDED, FEW),
+        *(nightly(one, (*FEW, (1, True), (2, True))) for one in (ROUNDED, HALF_MOMENTS)),
+    ],
+)
+def test_any_number_of_ranks_rounds_alike(precision, settings, uncompiled):
     wholes = randoms(127, 1024, 640, dtype=torch.bfloat16)
     found = []
-    for world_size, together in ((1, True), (1, False), (2, True), (3, True)):
+    for world_size, together in settings:
         training = Training(
             VARIANTS["adamw"], precision, wholes, world_size=world_size, together=together
         )
@@ -335,8 +344,7 @@ def test_rounding_is_repeatable_by_its_seed_and_leaves_torchs_generator_alone(un
     def trained(seed):
         precision = Precision(stochastic_rounding=True, rounding_seed=seed)
         training = Training(VARIANTS["adamw"], precision, randoms(500, dtype=torch.bfloat16))
-        for step in range(3):
-            training.step(bf16_gradients([500], step))
+        training.step(bf16_gradients([500], 0))
         return training.whole(0)
 
     before = torch.get_rng_state()
@@ -428,6 +436,7 @@ KEPT_OTHERWISE = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name, kept", each_value(("adamw", "sgd_nesterov"), KEPT_OTHERWISE), ids=str
 )

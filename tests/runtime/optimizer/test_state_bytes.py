@@ -58,7 +58,12 @@ def kept(optimizer, parameter):
 
 @pytest.mark.parametrize(
     "name, precision, dtype",
-    each_pair(OPTIMIZERS, PRECISIONS, (torch.float32, torch.bfloat16)),
+    each_pair(
+        OPTIMIZERS,
+        PRECISIONS,
+        (torch.float32, torch.bfloat16),
+        default=[("amsgrad", "masters", torch.bfloat16)],
+    ),
     ids=str,
 )
 def test_it_is_what_is_kept_after_the_first_step_and_after_the_second(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tests.kit.covering import first
+from tests.kit.covering import each_value, first, nightly, only
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterInfo
@@ -271,28 +271,32 @@ def compare(make, parameters, *, steps=10, lr=lambda i: 0.02 / (i + 1), sharded=
     return ranks
 
 
-@pytest.mark.parametrize("case", first(10, CASES))
+@pytest.mark.parametrize(
+    "case",
+    only(("adamw_amsgrad_maximize", "sgd_nesterov", "rmsprop_centered", "scales_gradient"), CASES),
+)
 def test_shards_agree_bitwise_with_eager_on_the_whole(case):
     torch.manual_seed(0)
     compare(CASES[case], tensors((7, 5), (11,)))
 
 
-@pytest.mark.parametrize("case", ["adamw", "radam", "rprop", "lion", "asgd"])
+@pytest.mark.parametrize("case", first(1, ["adamw", "rprop", "radam", "lion", "asgd"]))
 def test_whole_parameters_agree_bitwise_with_eager(case):
     compare(CASES[case], tensors((7, 5), (11,)), sharded=False)
 
 
-@pytest.mark.parametrize("case", ["adamw", "sgd_nesterov", "adagrad", "nadam"])
+@pytest.mark.parametrize("case", first(1, ["adamw", "sgd_nesterov", "adagrad", "nadam"]))
 def test_double_parameters_agree_bitwise(case):
     compare(CASES[case], tensors((7, 5), dtype=torch.float64))
 
 
+@pytest.mark.nightly
 def test_bfloat16_parameters_agree_bitwise():
     compare(CASES["adamw"], tensors((7, 5), dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(
-    "case", ["adamw", "sgd_nesterov", "nadam", "hand_written_adam", "adamw_tensor_lr"]
+    "case", first(1, ["adamw", "hand_written_adam", "adamw_tensor_lr", "sgd_nesterov", "nadam"])
 )
 def test_fifty_learning_rates_need_two_traces(case):
     ranks = compare(CASES[case], tensors((7, 5), (11,), (7, 5)), steps=50)
@@ -304,6 +308,7 @@ def test_stateless_optimizer_is_traced_once():
     assert compare(CASES["sgd"], tensors((7, 5)), steps=5).traces() == {1}
 
 
+@pytest.mark.nightly
 def test_warm_up_from_zero_does_not_retrace():
     ranks = compare(CASES["adamw"], tensors((7, 5)), lr=lambda i: i / 100)
     assert ranks.traces() == {2}
@@ -336,6 +341,7 @@ def test_state_is_created_as_shards():
         assert state["step"].shape == () and state["step"] == 1
 
 
+@pytest.mark.nightly
 def test_states_of_several_parameters_share_no_memory():
     ranks = compare(CASES["adamw"], tensors((7, 5), (7, 5)), steps=2)
     first, second = (ranks.optimizers[0].state[p] for p in ranks.own[0])
@@ -381,7 +387,7 @@ def test_whole_state_that_was_assigned_is_refused_with_a_remedy():
         ranks.step([torch.ones(7, 5)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("dtype", first(1, [torch.bfloat16, torch.float64, torch.int64]))
 def test_state_of_another_dtype_is_refused_by_name(dtype):
     ranks = Ranks(CASES["adamw"], [nn.Parameter(torch.ones(7, 5))])
     ranks.step([torch.ones(7, 5)])
@@ -424,6 +430,7 @@ class There(torch.Tensor):
         return torch.tensor(self.item())
 
 
+@pytest.mark.nightly
 def test_counts_on_an_accelerator_come_to_the_cpu_once(monkeypatch):
     """As ``fused`` and ``capturable`` leave them: each would be read at each step."""
     monkeypatch.setattr(traces, "is_accelerator", lambda device: True)
@@ -461,14 +468,15 @@ def test_an_eager_fused_step_at_stage_0_counts_on_the_device():
     assert optimizer.state[parameter]["step"].is_meta
 
 
-@pytest.mark.parametrize("case", ["adamw", "lion", "rprop"])
+@pytest.mark.parametrize("case", first(1, ["adamw", "lion", "rprop"]))
 def test_shard_of_length_zero(case):
     ranks = compare(CASES[case], [torch.zeros(0, 4)], steps=3)
     assert ranks.data[0][0].shape == (0,)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (2,)])
-@pytest.mark.parametrize("case", ["adamw", "adagrad", "sgd_nesterov"])
+@pytest.mark.parametrize(
+    "case, shape", each_value(["adamw", "adagrad", "sgd_nesterov"], [(), (1,), (2,)])
+)
 def test_ranks_that_own_only_padding(case, shape):
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.tensor(2.0).expand(shape).clone())
@@ -480,7 +488,7 @@ def test_ranks_that_own_only_padding(case, shape):
         assert torch.equal(ranks.whole(0), parameter.detach())
 
 
-@pytest.mark.parametrize("case", ["adamw", "adagrad", "lion", "sgd_nesterov"])
+@pytest.mark.parametrize("case", first(1, ["adamw", "adagrad", "lion", "sgd_nesterov"]))
 def test_channels_last_parameter(case):
     parameter = torch.randn(4, 3, 2, 5).to(memory_format=torch.channels_last)
     compare(CASES[case], [parameter])
@@ -527,7 +535,9 @@ class CountsInPlace(optim.Optimizer):
                 p.add_(p.grad / self.count[0], alpha=-group["lr"])
 
 
-@pytest.mark.parametrize("make_count", [lambda: [0], lambda: {0: 0}, lambda: torch.zeros(1)])
+@pytest.mark.parametrize(
+    "make_count", [lambda: [0], nightly(lambda: {0: 0}), nightly(lambda: torch.zeros(1))]
+)
 def test_an_attribute_that_a_step_changes_in_place_is_refused(make_count):
     ranks = Ranks(lambda p: CountsInPlace(p, make_count()), [nn.Parameter(torch.ones(5))])
     with pytest.raises(UpdateError, match="changes its attribute `count`"):
@@ -557,7 +567,7 @@ BOXES = {
 }
 
 
-@pytest.mark.parametrize("make_count", BOXES.values(), ids=BOXES)
+@pytest.mark.parametrize("make_count", only((BOXES["object"],), BOXES.values()), ids=BOXES)
 def test_an_object_that_a_step_changes_inside_is_refused(make_count):
     """On the optimizer or in a group, by its name and kind: a trace would have its first number."""
 
@@ -594,24 +604,32 @@ class ReadsHidden(optim.Optimizer):
     def __init__(self, params, lr=0.1):
         super().__init__(params, dict(lr=lr, box=Box(1.0), array=np.ones(1)))
         self.config = types.SimpleNamespace(factor=1.0)
+        self.table = {"factor": 1.0}
         self.tensor = torch.ones(())
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            factor = group["box"][0] * float(group["array"][0]) * self.config.factor * self.of_class
+            factor = group["box"][0] * float(group["array"][0]) * self.config.factor
+            factor *= self.table["factor"] * self.of_class
             for p in group["params"]:
                 factor *= getattr(p, "lr_scale", 1.0)
                 p.add_(p.grad * self.tensor, alpha=-group["lr"] * factor)
 
 
-@pytest.mark.parametrize("what", ["box", "array", "config", "of_class", "tensor", "lr_scale"])
-def test_what_changes_between_steps_is_read_again(what):
-    def change(optimizer, factor):
+READ = ("box", "array", "config", "table", "of_class", "tensor", "lr_scale")
+
+
+def test_what_changes_between_steps_is_read_again():
+    """One after the other: a trace that is made anew for one would hide the next."""
+
+    def change(optimizer, what, factor):
         if what in ("box", "array"):
             optimizer.param_groups[0][what][0] = factor
         elif what == "config":
             optimizer.config.factor = factor
+        elif what == "table":
+            optimizer.table["factor"] = factor
         elif what == "of_class":
             type(optimizer).of_class = factor
         elif what == "tensor":
@@ -623,15 +641,16 @@ def test_what_changes_between_steps_is_read_again(what):
         pass
 
     parameter, gradient = nn.Parameter(torch.ones(5)), torch.linspace(-1, 1, 5)
-    ranks = Ranks(Own, [parameter])
+    ranks = Ranks(Own, [parameter], world_size=1)
     eager = Own([parameter])
     parameter.grad = gradient.clone()
-    for factor in (1.0, 0.5, 0.25):
+    for what in ("nothing", *READ):
         for optimizer in (eager, *ranks.optimizers):
-            change(optimizer, factor)
+            if what != "nothing":
+                change(optimizer, what, 0.5)
         ranks.step([gradient])
         eager.step()
-        assert torch.equal(ranks.whole(0), parameter.detach()), factor
+        assert torch.equal(ranks.whole(0), parameter.detach()), what
 
 
 def sets_an_attribute(self, group, p, state):
@@ -691,29 +710,6 @@ def test_what_a_trace_would_take_for_constant_is_refused(update, words):
         ranks.step([torch.ones(5), torch.ones(3)])
 
 
-class ReadsTable(optim.Optimizer):
-    """Reads a number from a dictionary of its own."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, dict(lr=lr))
-        self.table = {"factor": 1.0}
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(p.grad * self.table["factor"], alpha=-group["lr"])
-
-
-def test_a_dictionary_of_the_optimizer_is_read_at_every_step():
-    ranks = Ranks(ReadsTable, [nn.Parameter(torch.ones(5))])
-    for factor in (1.0, 2.0):
-        for optimizer in ranks.optimizers:
-            optimizer.table["factor"] = factor
-        ranks.step([torch.ones(5)])
-    assert torch.allclose(ranks.whole(0), torch.tensor(1 - 0.1 * 3))
-
-
 class SharesLater(optim.Optimizer):
     """Divides by how many parameters there are, once it is warm."""
 
@@ -765,6 +761,7 @@ def test_run_outside_of_a_step_is_an_error():
         ranks.runners[0].run(torch.ones(2), torch.ones(2), 0)
 
 
+@pytest.mark.nightly
 def test_nan_hyperparameter_behaves_as_in_eager():
     ranks = Ranks(CASES["adamw"], [nn.Parameter(torch.ones(5))])
     for lr in (0.1, math.nan, math.nan, math.nan):
@@ -775,6 +772,7 @@ def test_nan_hyperparameter_behaves_as_in_eager():
     assert ranks.traces() == {2}  # the first step with 0.1, the later ones with NaN
 
 
+@pytest.mark.nightly
 def test_muon_runs_on_whole_matrices():
     make = lambda p: optim.Muon(p, lr=0.02)  # noqa: E731
     ranks = compare(make, tensors((8, 6)), steps=4, sharded=False)
