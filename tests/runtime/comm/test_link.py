@@ -15,7 +15,7 @@ from torch import nn
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.kit.covering import first
-from tests.kit.ranks import Ranks, ranks_either_way_fixture  # noqa: F401
+from tests.kit.ranks import Ranks, ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from tests.kit.traffic import traffic_of
 from zerofx import backend
 from zerofx.hardware import LARGEST_BUCKET_BYTES, NOMINAL, SMALLEST_BUCKET_BYTES, Hardware, of
@@ -188,8 +188,10 @@ def measure_with_a_slow_rank() -> tuple[Hardware, Hardware, int, dict]:
 
 
 @pytest.mark.slow(reason="ranks compile and train")
-def test_ranks_plan_with_the_figures_of_the_slow_one_measured_once(ranks):  # noqa: F811
-    (here, later, times, sent), (there, *_, sent_there) = ranks(2).run(measure_with_a_slow_rank)
+@pytest.mark.parametrize("ranks_of", first(1, ("ranks", "ranks_on_sockets")))
+def test_ranks_plan_with_the_figures_of_the_slow_one_measured_once(ranks_of, request):
+    two = request.getfixturevalue(ranks_of)(2)
+    (here, later, times, sent), (there, *_, sent_there) = two.run(measure_with_a_slow_rank)
     assert here == there == later and times == 1
     assert (here.latency_s, here.bytes_per_s) == (2.0**-9, 2.0**28)
     assert here.flops_per_s == 2.0**36, "the one that computes slowly"
@@ -205,10 +207,11 @@ def measure_what_is_there() -> tuple[Hardware, bool]:
     return program.figures, communicator.overlaps(torch.ones(1))
 
 
-def test_reads_of_a_neighbours_memory_do_not_overlap(ranks, request):  # noqa: F811
-    over_sockets = "sockets" in request.node.callspec.id
-    for measured, overlaps in ranks(2).run(measure_what_is_there):
-        assert measured.overlaps == overlaps == over_sockets
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks_of", ("ranks", "ranks_on_sockets"))
+def test_reads_of_a_neighbours_memory_do_not_overlap(ranks_of, request):
+    for measured, overlaps in request.getfixturevalue(ranks_of)(2).run(measure_what_is_there):
+        assert measured.overlaps == overlaps == (ranks_of == "ranks_on_sockets")
         assert 0 < measured.latency_s < 1 and measured.bytes_per_s > 1e5
         assert measured.flops_per_s > 1e7 and measured.memory_bytes_per_s > 1e6
 

@@ -100,7 +100,7 @@ def figures_of_four(stage, latency_s: float, bytes_per_s: float):
 SLOW = 0.02, 2e6
 
 
-@pytest.mark.slow(reason="four ranks: the least that has two axes")
+@pytest.mark.nightly
 def test_each_axis_is_measured_and_the_slow_one_found(ranks):
     results = ranks(4).run(figures_of_four, {"gpu": 3, "node": 0}, *SLOW)
     text, figures = results[0]
@@ -177,6 +177,7 @@ def figures_of_two(shape, hardware: str, stage):
         return train(mesh, stage)[1]
 
 
+@pytest.mark.nightly
 def test_in_one_node_the_figures_are_those_of_its_ranks(ranks):
     given = str(of({"node": NODE, "gpu": GPU}))
     for figures in ranks(2).run(figures_of_two, (1, 2), given, {"gpu": 3, "node": 0}):

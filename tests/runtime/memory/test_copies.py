@@ -11,6 +11,7 @@ import torch
 
 import tests.conftest  # noqa: F401
 import zerofx
+from tests.kit.covering import first, nightly
 from tests.kit.models import Mlp, features, squared_loss
 
 
@@ -53,9 +54,9 @@ def forget_moments(training: Trained) -> None:
     "stage, deferred, write, name",
     [
         (3, False, average, "body.weight"),
-        (3, False, load_a_part, "body.weight"),
-        (3, True, load_a_part, "a parameter that is still to be made"),
-        (1, False, forget_moments, "exp_avg of body.weight"),
+        nightly(3, False, load_a_part, "body.weight"),
+        nightly(3, True, load_a_part, "a parameter that is still to be made"),
+        nightly(1, False, forget_moments, "exp_avg of body.weight"),
     ],
 )
 def test_a_write_that_reaches_nothing_is_told_once(stage, deferred, write, name):
@@ -68,6 +69,7 @@ def test_a_write_that_reaches_nothing_is_told_once(stage, deferred, write, name)
         training.train()
 
 
+@pytest.mark.nightly
 def test_where_warnings_are_errors_the_next_call_trains():
     training = Trained(3, False)
     average(training)
@@ -78,7 +80,7 @@ def test_where_warnings_are_errors_the_next_call_trains():
     training.model.state_dict()
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", first(1, (3, 1)))
 def test_what_is_read_or_loaded_afterwards_is_nobodys_loss(stage):
     training = Trained(stage)
     with warnings.catch_warnings():

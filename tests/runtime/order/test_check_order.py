@@ -81,7 +81,7 @@ def test_a_wait_that_is_missing_is_told_with_all_that_helps(monkeypatch):
     assert "please report it" in words and "python -m zerofx bisect" in words
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 @pytest.mark.parametrize("watch", [checking, contextlib.nullcontext], ids=["device", "CPU"])
 def test_a_step_that_fails_leaves_nothing_to_be_found_in_the_next(watch):
     """It fails with an update and copies under way."""

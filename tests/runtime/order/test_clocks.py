@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.kit import trainings
+from tests.kit.covering import first
 from zerofx.order.check import CHECK, OrderCheck
 from zerofx.order.clocks import (
     FEW_ENDED,
@@ -140,7 +141,7 @@ def used(notes, communicator, worker, shard):
     thread.join()
 
 
-@pytest.mark.parametrize("is_watched", (True, False), ids=("a watched step", "another step"))
+@pytest.mark.parametrize("is_watched", first(1, (True, False)))
 def test_what_is_kept_does_not_grow_with_the_calls(is_watched):
     """Of memory that is only read as well; of steps beside a watched one it stays below a bound."""
     check, sizes = OrderCheck(), []
@@ -161,7 +162,7 @@ def test_what_is_kept_does_not_grow_with_the_calls(is_watched):
     assert max(one.accesses for one in sizes) < 20
 
 
-@pytest.mark.slow(reason="a step is compiled and run")
+@pytest.mark.nightly
 def test_a_step_of_many_calls_keeps_what_it_kept_after_few(tmp_path):
     torch._dynamo.reset()
     options = {"offload": "optimizer", "offload_tier": "nvme", "offload_dir": [str(tmp_path)]}

@@ -31,7 +31,7 @@ def check(outcomes) -> None:
         assert not outcome.races, f"{outcome.case}\n" + "\n".join(outcome.races)
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{}, OFFLOADED], ids=["on the device", "on the host"])
 def test_a_step_is_in_order(options, tmp_path):
     check([outcome_of(Case("clipped", 3, options), str(tmp_path), plants=False)])

@@ -7,7 +7,7 @@ import copy
 import gc
 import io
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,18 +16,31 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx.compiler.rewrite
-from tests.kit.covering import only
+from tests.kit.covering import nightly, only
 from tests.kit.models import features, squared_loss
-from tests.kit.ranks import ranks_either_way_fixture  # noqa: F401
+from tests.kit.ranks import ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from zerofx.runtime.access import unshard
 from zerofx.runtime.parameters.registry import REGISTRY
 
 FEATURES = features(0, 1)[0].shape[1]
 
 
-@pytest.fixture
-def world(ranks):  # noqa: F811
-    return ranks(2)
+@pytest.fixture(name="group", params=("ranks", nightly("ranks_on_sockets")))
+def group_fixture(request):
+    """``group(n)``: n ranks that read each other's memory, or do not."""
+    return request.getfixturevalue(request.param)
+
+
+class Alone:
+    """This process instead of ranks."""
+
+    def run(self, function: Callable, *arguments) -> None:
+        function(*arguments)
+
+
+@pytest.fixture(params=("alone", nightly("ranks"), nightly("ranks_on_sockets")))
+def world(request):
+    return Alone() if request.param == "alone" else request.getfixturevalue(request.param)(2)
 
 
 class Net(nn.Module):
@@ -119,8 +132,8 @@ def check_same_values(stage: int) -> None:
 
 @pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("world_size, stage", only(((2, 2),), [(1, 1), (2, 1), (2, 2), (3, 2)]))
-def test_training_without_copies_gives_the_same_bits(ranks, world_size, stage):  # noqa: F811
-    ranks(world_size).run(check_same_values, stage)
+def test_training_without_copies_gives_the_same_bits(group, world_size, stage):
+    group(world_size).run(check_same_values, stage)
 
 
 def check_alias(stage: int) -> None:
@@ -198,7 +211,7 @@ def check_saved() -> None:
     assert_equal({n: v.clone() for n, v in twin.state_dict().items()}, expected)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.slow(reason="a step is compiled, and ranks compile and train at night")
 def test_saving_or_copying_a_parameter_takes_nothing_of_its_neighbours(world):
     world.run(check_saved)
 
@@ -234,7 +247,7 @@ def check_stale_graph() -> None:
         loss.backward()
 
 
-@pytest.mark.slow(reason="two stages train")
+@pytest.mark.slow(reason="a step is compiled, and ranks compile and train at night")
 def test_backward_through_a_graph_built_on_old_values_says_so(world):
     world.run(check_stale_graph)
 
@@ -250,6 +263,6 @@ def check_a_dropped_model_is_freed() -> None:
     assert step is not None
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.slow(reason="a step is compiled, and ranks compile and train at night")
 def test_the_memory_goes_with_the_model(world):
     world.run(check_a_dropped_model_is_freed)

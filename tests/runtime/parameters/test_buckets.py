@@ -197,6 +197,7 @@ def check_each_rank_keeps_its_own_range() -> None:
         assert torch.equal(value.view(-1), expected)
 
 
+@pytest.mark.nightly
 def test_each_rank_keeps_its_own_range_of_what_it_writes(world):
     world.run(check_each_rank_keeps_its_own_range)
 
@@ -344,7 +345,7 @@ def check_nothing_is_copied() -> None:
         assert result.storage_offset() == 0 and result.untyped_storage().nbytes() == result.nbytes
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 def test_parameters_of_a_bucket_share_memory_and_are_packed_without_a_copy(world):
     world.run(check_nothing_is_copied)
 
@@ -361,7 +362,7 @@ def check_persistent_bytes() -> tuple[dict[str, int], int]:
     return kept, elements
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 def test_every_rank_keeps_the_same_number_of_bytes(world):
     """Unlike shards of single parameters, buckets' are equal, and so are states but for steps."""
     for kept, elements in world.run(check_persistent_bytes):
@@ -391,8 +392,8 @@ def check_gradients_between_calls(stage: int) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("stage", only((3,), [2, 3]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_that_wait_between_calls_are_shards_of_buckets(world, stage):
     world.run(check_gradients_between_calls, stage)
 
@@ -414,8 +415,8 @@ def check_another_layout_after_unshard(stage: int) -> None:
     pair.assert_alike()
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("stage", only((3,), [1, 3]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_function_compiled_for_another_layout_is_refused(world, stage):
     world.run(check_another_layout_after_unshard, stage)
 

@@ -277,8 +277,8 @@ def test_other_buckets_on_one_rank_are_named_before_anything_is_sent(
         assert collectives == 0
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("stage", only((3,), STAGES))
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", STAGES)
 def test_modules_registered_in_another_order_on_one_rank_train_all_the_same(ranks, stage):
     """Parameters count in the order of their use."""
     assert ranks(2).run(outcome, "registered", stage, timeout_s=60) == [("", "trained", 0)] * 2
@@ -355,7 +355,7 @@ def test_what_is_kept_stays_so_while_it_fits_and_is_agreed_on_anew_when_not(rank
         assert one == other and one[0] == "" and one[2] == gathers, (rows, one)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 def test_a_budget_that_is_too_small_on_one_rank_ends_both(ranks):
     rows = ((FEW, MANY),)
     (kind, text, _), (other_kind, other, _) = ranks(2).run(uneven, 0.9, rows, timeout_s=60)

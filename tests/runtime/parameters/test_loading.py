@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
-from tests.kit.covering import first, only
+from tests.kit.covering import first
 from tests.kit.models import Mlp, features, squared_loss
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx.runtime.parameters.registry import REGISTRY
@@ -72,8 +72,8 @@ def load_everywhere(stage: int) -> list[dict]:
     return outcomes
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("stage", only((3,), (1, 3)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", (1, 3))
 def test_what_all_ranks_load_is_trained_on(stage, ranks):  # noqa: F811
     for one, *others in ranks(2).run(load_everywhere, stage):
         for other in others:

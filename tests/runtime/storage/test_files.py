@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from tests.kit.covering import each_value
 from tests.kit.files import (
     BIG,
     BLOCK,
@@ -30,8 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64
 NUMELS = (0, 1, 1023, 1024, 1025, BLOCK // 4, BLOCK // 4 + 1, 400_001)
 
 
-@pytest.mark.parametrize("num_directories", [1, 2, 3])
-@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("num_directories, checksums", each_value([1, 2, 3], [False, True]))
 def test_odd_sizes_and_dtypes_come_back_bitwise(open_store, num_directories, checksums):
     layouts = [
         layout(f"{dtype} {numel}", first=(dtype, numel), second=(torch.int8, 5))
