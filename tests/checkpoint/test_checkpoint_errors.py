@@ -202,7 +202,7 @@ def assert_same(results, wanted):
         assert all(torch.equal(errors[key], lost[key]) for key in lost)
 
 
-@pytest.mark.slow(reason="two ranks train, and others go on")
+@pytest.mark.nightly
 def test_two_ranks_go_on_where_they_were(ranks, tmp_path):
     path = str(tmp_path / "saved")
     wanted = ranks(2).run(save_and_go_on, path, None)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 import zerofx
 from tests.kit import ranks
+from tests.kit.covering import nightly
 from zerofx.checkpoint.barrier import Ranks, Saving
 from zerofx.checkpoint.folders import Draft
 from zerofx.errors import RankError
@@ -183,7 +184,13 @@ def test_a_save_behind_that_is_ended_by_anything_has_failed(tmp_path):
 @pytest.mark.slow(reason="processes of its own end")
 @pytest.mark.parametrize(
     "ways",
-    [("SIGINT",), ("destroy", "destroy"), ("raise", "exit"), ("os._exit", "end"), ("full", "end")],
+    [
+        ("SIGINT",),
+        *map(
+            nightly,
+            [("destroy", "destroy"), ("raise", "exit"), ("os._exit", "end"), ("full", "end")],
+        ),
+    ],
     ids=",".join,
 )
 def test_the_last_save_is_completed_or_the_process_fails(ways, tmp_path):

@@ -68,7 +68,7 @@ def test_a_rank_that_saves_nothing_of_a_state_does_not_read_it(tmp_path):
         Contents(1, 2, Snapshot()).collect(model, [optimizer], None)
 
 
-@pytest.mark.slow(reason="a step is compiled")
+@pytest.mark.nightly
 def test_a_save_behind_of_more_than_there_is_room_for_is_refused(tmp_path):
     torch._dynamo.reset()
     (tmp_path / "files").mkdir()
@@ -82,7 +82,7 @@ def test_a_save_behind_of_more_than_there_is_room_for_is_refused(tmp_path):
     zerofx.save(tmp_path / "c", *pair, asynchronous=True).wait()
 
 
-@pytest.mark.slow(reason="a step is compiled")
+@pytest.mark.nightly
 def test_an_old_state_is_gone_when_the_new_one_is_read(tmp_path):
     torch._dynamo.reset()
     pair = built()

@@ -12,7 +12,6 @@ from torch import nn
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.kit.checkpoints import assert_same, states
-from tests.kit.covering import first
 from tests.kit.models import features
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.errors import MismatchError
@@ -78,10 +77,8 @@ def loaded_and_trained_on(path, is_bound, is_late):
     return losses(run, pair, range(2, 4)), states(pair)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize(
-    ("is_bound", "is_late"), first(1, [(False, False), (True, False), (False, True)])
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("is_bound", "is_late"), [(False, False), (True, False), (False, True)])
 def test_training_goes_on_bitwise_with_the_frozen_values_that_are_there(
     is_bound,
     is_late,

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import filesystem
 
 import zerofx
 from tests.kit.checkpoints import assert_same, built, file_size_limit, pair_of, states, train, zero
-from tests.kit.covering import exhaustive, only
+from tests.kit.covering import exhaustive, nightly
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
 from zerofx.checkpoint import folders
 from zerofx.checkpoint import saving as writing
@@ -89,8 +89,8 @@ def fill(root: str, room: int, asynchronous: bool) -> tuple[str, list[str]]:
     return str(caught.value), left
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize(("room", "asynchronous"), only([(3000, True)], [(0, False), (3000, True)]))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("room", "asynchronous"), [(0, False), (3000, True)])
 def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(
     room,
     asynchronous,
@@ -189,7 +189,7 @@ def die(root: str, when: str) -> None:
     zerofx.save(Path(root) / "new", *pair, keep=2)
 
 
-@pytest.mark.parametrize("when", ("writing", "publishing", "removing"))
+@pytest.mark.parametrize("when", ("publishing", nightly("writing"), nightly("removing")))
 def test_what_a_killed_save_leaves_is_no_checkpoint_and_is_removed(when, tmp_path):
     with contextlib.closing(Ranks(2)) as two:
         with pytest.raises(RuntimeError, match="died, exit code -9"):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerofx
 from tests.kit.checkpoints import assert_same, load_and_train, save_trained, train, zero
-from tests.kit.covering import each_pair, only
+from tests.kit.covering import each_pair
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
 from tests.runtime.parameters.test_parameters import bind
 from zerofx.runtime.comm.communication import Communicator
@@ -110,8 +110,8 @@ def count_what_is_sent(path, stage: int) -> tuple[int, int]:
     return sent, (path / f"__{dist.get_rank()}_0.distcp").stat().st_size
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("stage", only((3,), (1, 3)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", (1, 3))
 def test_every_rank_writes_its_part_and_sends_names_alone(stage, ranks, tmp_path):  # noqa: F811
     whole = 3 * 4 * 12 * 50_000
     for sent, written in ranks(3).run(count_what_is_sent, tmp_path / "a", stage):

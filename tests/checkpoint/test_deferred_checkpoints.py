@@ -67,19 +67,10 @@ def load_deferred(path, stage, inside, options):
     return losses, states(pair)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stage", "inside", "tier"),
-    only(
-        [(3, 1, "nvme")],
-        [
-            (0, True, ""),
-            (1, False, ""),
-            (3, False, ""),
-            (3, True, "cpu"),
-            (3, 1, "nvme"),
-        ],
-    ),
+    [(0, True, ""), (1, False, ""), (3, False, ""), (3, True, "cpu"), (3, True, "nvme")],
 )
 def test_training_goes_on_bitwise(stage, inside, tier, ranks, tmp_path):  # noqa: F811
     saved = ranks(2).run(save_trained, str(tmp_path / "a"), stage)
@@ -238,9 +229,7 @@ def trained_alone():
     return pair
 
 
-@pytest.mark.parametrize(
-    "size", (1, pytest.param(2, marks=pytest.mark.slow(reason="ranks answer each other in blocks")))
-)
+@pytest.mark.parametrize("size", first(1, (1, 2)))
 def test_a_block_loads_and_saves(size, ranks, tmp_path):  # noqa: F811
     path = zerofx.save(tmp_path / "trained", *trained_alone()).wait()
     ranks(size).run(load_and_save_in_a_block, str(tmp_path))
@@ -258,7 +247,7 @@ def test_what_does_not_fit_is_initialized(tmp_path):
     assert model.added.weight.abs().sum() > 0
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 def test_a_checkpoint_that_has_gone_is_an_error_before_anything_changes(tmp_path):
     zerofx.save(tmp_path / "a", *built(5))
     pair = deferred(1)

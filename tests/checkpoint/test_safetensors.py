@@ -70,10 +70,8 @@ def load_here(path: str, stage: int, is_bound: bool) -> dict:
     return found
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize(
-    ("size", "stage", "is_bound"), first(1, [(2, 3, True), (2, 1, True), (3, 3, False)])
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("size", "stage", "is_bound"), [(2, 3, True), (2, 1, True), (3, 3, False)])
 def test_files_of_others_are_loaded(size, stage, is_bound, ranks, tmp_path):  # noqa: F811
     expected = {name: value.contiguous() for name, value in Everything().state_dict().items()}
     file = tmp_path / "model.safetensors"
@@ -312,7 +310,7 @@ def export_without_room(root: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 def test_files_that_the_kernel_refuses_leave_nothing(ranks, tmp_path):  # noqa: F811
     for words in ranks(2).run(export_without_room, str(tmp_path)):
         assert "File too large" in words

@@ -118,8 +118,8 @@ def first_values(stage, seeds):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("tier", only(("nvme",), ["cpu", "nvme"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_shards_that_leave_the_device_are_the_same(ranks, tier, tmp_path):
     offload = dict(OFFLOAD)
     if tier == "nvme":
@@ -211,6 +211,7 @@ def test_only_what_a_function_uses_is_made():
     assert model["other"](torch.ones(6)).shape == (3,)
 
 
+@pytest.mark.nightly
 def test_the_first_call_compiles_for_later_ones_too():
     torch._dynamo.reset()
     before = set(zero.functions)
