@@ -147,7 +147,7 @@ def test_it_computes_what_it_does_without():
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 def test_what_waits_where_it_is_started_is_seen():
     """The measure is no tautology: an update that runs in the step's thread takes longer."""
     trained = Trained(3, layers=2)

@@ -235,6 +235,7 @@ def test_a_program_that_was_edited_wrongly_fails_with_its_line(program, tmp_path
     assert f"{copy}, line " in failing(capsys, "run", copy)
 
 
+@pytest.mark.nightly
 def test_odd_names_are_shown_as_they_were_written(tmp_path):
     """Python allows any string without a dot as a parameter's name, and more in a step's source."""
     odd = ["a/b", "größe", "with space", 'quo"te', "colon: (bucket 3); x", "back\\slash", "x" * 300]

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.kit.covering import each_value
 from tests.kit.models import FEATURES, Mlp, squared_loss
 from zerofx.compiler import program as compiler
 from zerofx.errors import StepError
@@ -19,8 +20,7 @@ def step(model, optimizer, x):
     return loss
 
 
-@pytest.mark.parametrize("is_on", (True, False))
-@pytest.mark.parametrize("fails", (False, True), ids=("compiles", "is refused"))
+@pytest.mark.parametrize("is_on, fails", each_value((True, False), (False, True)))
 def test_garbage_is_not_collected_while_a_step_compiles(is_on, fails):
     seen, original = [], compiler.rewrite
 

@@ -123,11 +123,14 @@ def test_the_more_fits_the_less_leaves_and_results_are_the_same(stage):
     assert params == sorted(params, reverse=True)
 
 
-def test_explain_says_what_leaves():
+@pytest.mark.slow(reason="a step is compiled and run")
+def test_it_trains_as_plain_torch_and_explain_says_what_leaves():
     pair = built()
     options = {"lowering": "eager", "offload": "auto", "memory_budget": 180_000}
     compiled = torch.compile(step, backend="zero", options=options)
-    compiled(*pair, torch.randn(ROWS, WIDTH))
+    inputs, plain = torch.randn(ROWS, WIDTH), built()
+    for _ in range(2):
+        assert compiled(*pair, inputs) == step(*plain, inputs)
     chosen = ", ".join(program_of(compiled).options.offload)
     assert chosen.startswith("optimizer")
     assert re.search(
@@ -148,7 +151,7 @@ def on_two_ranks(budget):
     return trained(None), trained(budget)
 
 
-@pytest.mark.slow(reason="two ranks train")
+@pytest.mark.nightly
 def test_ranks_choose_together(ranks):
     for without, found in ranks(2).run(on_two_ranks, 2**17 + 2**15):
         assert_same(found[:3], without[:3])

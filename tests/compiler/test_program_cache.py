@@ -26,7 +26,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit import models
-from tests.kit.covering import nightly, only
+from tests.kit.covering import only
 from tests.kit.ranks import ranks_fixture, start  # noqa: F401
 from tests.kit.step_forms.form import FORMS, step_with
 from tests.kit.step_forms.training import built, rank_and_world_size, run, state_of, zero
@@ -102,15 +102,9 @@ NOT_KEPT = (
 """Forms of which nothing is kept: sizes in symbols, and tensor subclasses."""
 
 
-@pytest.mark.slow(reason="steps are compiled and run three times")
-@pytest.mark.parametrize(
-    "name",
-    only(
-        ("evaluation_after_each_step",),
-        [name for name in FORMS if not FORMS[name].only_exhaustive],
-    ),
-)
-@pytest.mark.parametrize("stage", (nightly(0), nightly(1), 3))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in FORMS if not FORMS[name].only_exhaustive])
+@pytest.mark.parametrize("stage", (0, 1, 3))
 def test_the_next_start_captures_nothing_and_trains_alike(name, stage):
     without = started(train_form, name, stage, is_kept=False)
     cold, warm = (started(train_form, name, stage) for _ in range(2))
@@ -126,10 +120,8 @@ def on_a_rank(folder: str, name: str, stage: int, **options) -> list[Start]:
         return [started(train_form, name, stage, **options) for _ in range(2)]
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize(
-    "name, stage", [nightly("tied_weights_autocast_and_clipping", 3), ("plain", 1)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, stage", [("tied_weights_autocast_and_clipping", 3), ("plain", 1)])
 def test_ranks_share_what_they_captured_and_have_programs_of_their_own(
     ranks,  # noqa: F811
     name,
@@ -154,9 +146,9 @@ def in_folders(shared: str, own: tuple[str, str], lowering: str) -> list[Start]:
     return starts
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("lowering", only(("eager",), ("eager", "inductor")))
-@pytest.mark.parametrize("empty", (0, nightly(1)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("lowering", ("eager", "inductor"))
+@pytest.mark.parametrize("empty", (0, 1))
 def test_a_rank_whose_folder_is_empty_compiles_what_others_find(empty, lowering, ranks, tmp_path):  # noqa: F811
     full, new = str(tmp_path / "full"), str(tmp_path / "empty")
     own = (new, full) if empty == 0 else (full, new)
@@ -305,7 +297,7 @@ def train_tiny(
     return found, [p.detach().clone() for p in net.state_dict().values()]
 
 
-@pytest.mark.slow(reason="a step is compiled and run twice")
+@pytest.mark.nightly
 def test_the_next_start_clips_in_the_updates_kernel_too(monkeypatch):
     monkeypatch.setattr(update, "FEWEST_ELEMENTS", 1)
     cold, warm = (started(train_tiny, between=clipped(0.1), lowering="inductor") for _ in range(2))
@@ -489,8 +481,8 @@ def of_the_plain_step(tmp_path_factory):
     """A folder with what a start keeps of the step that all others nearly are."""
     folder = tmp_path_factory.mktemp("kept")
     with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(folder)}):
-        plain = started(train_tiny)
-        assert started(train_tiny).traced == 0
+        plain, warm = (started(train_tiny) for _ in range(2))
+        assert (warm.traced, warm.ran_passes) == (0, 0)
     return folder, plain.results
 
 
@@ -648,8 +640,8 @@ def test_passes_compute_without_the_autocast_around_what_was_captured():
     assert dtypes_of_the_last_program() == program
 
 
-@pytest.mark.slow(reason="steps are compiled")
-@pytest.mark.parametrize("options", [{"dump": "dumped"}, nightly({"validate": True})])
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [{"dump": "dumped"}, {"validate": True}])
 def test_who_looks_at_passes_sees_them_run(options, tmp_path):
     options = {name: tmp_path / "dumped" if name == "dump" else True for name in options}
     for _ in range(2):
@@ -683,8 +675,8 @@ def test_those_go_first_that_were_not_used_for_longest(folder, monkeypatch):
     assert sorted(path.name for path in folder.iterdir()) == ["a", "c", "d"]
 
 
-@pytest.mark.slow(reason="steps are compiled")
-@pytest.mark.parametrize("fails", ["full", nightly("no folder")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("fails", ["full", "no folder"])
 def test_a_folder_that_takes_nothing_is_said_once(fails, folder, caplog, monkeypatch):
     if fails == "full":
         full = OSError(errno.ENOSPC, "No space left on device")
@@ -721,7 +713,7 @@ def test_a_folder_that_is_only_read_has_what_is_kept(monkeypatch):
     assert compile_cache.kept("key") == b"contents"
 
 
-@pytest.mark.slow(reason="steps are compiled")
+@pytest.mark.nightly
 def test_what_cannot_be_read_is_compiled(folder):
     started(train_tiny)
     for path in folder.iterdir():

@@ -128,7 +128,7 @@ def train_with_another_program(peer_memory: bool) -> tuple:
     return finished, 0.0, "trained"
 
 
-@pytest.mark.slow(reason="two ranks retrace")
+@pytest.mark.nightly
 def test_a_rank_that_retraces_alone_to_another_schedule_ends_all(ranks):  # noqa: F811
     (before, took, text), (before_too, took_too, its_text) = ranks(2).run(
         train_with_another_program, True

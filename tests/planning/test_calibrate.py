@@ -18,7 +18,7 @@ from zerofx.runtime.comm.communication import Communicator
 SMALL = (calibrate.Training(32, 1, 8, 0),)
 
 
-@pytest.mark.slow(reason="a layer of a transformer is compiled and trained")
+@pytest.mark.nightly
 def test_the_file_is_what_plans_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(calibrate, "TRAININGS", SMALL)
     monkeypatch.setattr(calibrate, "ROUNDS", 1)

@@ -14,7 +14,6 @@ from torch import nn
 
 from tests.cost.test_cost import MODELS as OTHERS
 from tests.kit.allocations import Allocations
-from tests.kit.covering import nightly
 from tests.kit.models import (
     ConvNet,
     Recurrent,
@@ -165,13 +164,6 @@ def allocated(name: str, stage: int, lowering: str = "eager") -> int:
 def test_a_later_step_allocates_what_the_plan_says(ranks, name, stage, world_size):  # noqa: F811
     most = max(ranks(world_size).run(allocated, name, stage))
     assert abs(predicted(name, stage, world_size) - most) <= SCALARS
-
-
-@pytest.mark.slow(reason="steps are compiled and run on ranks")
-@pytest.mark.parametrize("name", ("MLP", nightly("narrow convolution")))
-def test_the_rank_that_takes_most_allocates_what_the_plan_says(ranks, name):  # noqa: F811
-    most = max(ranks(2).run(allocated, name, 3))
-    assert abs(predicted(name, 3, 2) - most) <= SCALARS
 
 
 @pytest.mark.nightly

@@ -102,8 +102,9 @@ def of_rank(name: str, options: Mapping[str, Any], stages: Mapping[str, int] | i
     return first[0]
 
 
-@pytest.mark.parametrize("name", first(1, MODELS))
-@pytest.mark.parametrize("stage", only([3], STAGES))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_plan_for_one_rank_is_what_it_runs(name, stage):
     made = planned(name, 1, FIGURES, stages=[stage])
     assert made.forecasts[str(stage)].schedule == of_rank(name, FIGURES, stage)
@@ -136,6 +137,7 @@ def test_so_is_one_on_a_mesh(ranks, name, inner, outer):
         assert forecast.schedule == schedule
 
 
+@pytest.mark.nightly
 def test_the_peak_is_what_is_kept_and_what_a_step_allocates():
     made = planned("tied_weights", 4, FIGURES)
     for stage, forecast in made.forecasts.items():
@@ -236,7 +238,7 @@ def test_owners_count_as_the_one_that_has_most():
     assert forecast.sent["data"] > all_of_it
 
 
-@pytest.mark.slow(reason="plans for several numbers of ranks")
+@pytest.mark.nightly
 def test_a_limit_that_nothing_fits_names_the_least_and_ranks_on_which_it_would():
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(2)))
     given = model, torch.optim.SGD(model.parameters()), torch.ones(2, 512), torch.zeros(2, 512)
@@ -252,6 +254,7 @@ def test_a_limit_that_nothing_fits_names_the_least_and_ranks_on_which_it_would()
     assert plan(step_with(), given, ranks=8, memory_limit=fitting, **arguments).least is None
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_is_said():
     made = planned("tied_weights", 2, {**FIGURES, "memory_budget": 10}, stages=[0, 3])
     assert list(made.forecasts) == ["0"]
@@ -289,6 +292,7 @@ def test_a_step_that_is_refused_is_refused_here():
         plan(step, (torch.zeros(1, 2, dtype=torch.complex64),), ranks=2)
 
 
+@pytest.mark.nightly
 def test_planning_leaves_a_compiled_step_as_it_was():
     model = torch.nn.Linear(6, 3)
     given = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 6), torch.zeros(2, 3)

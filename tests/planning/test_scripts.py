@@ -16,7 +16,7 @@ import torch
 
 import zerofx
 import zerofx.__main__ as command_line
-from tests.kit.covering import first
+from tests.kit.covering import first, nightly
 from zerofx.backend import zero
 from zerofx.cost.traffic import size_text
 from zerofx.planning import script
@@ -95,7 +95,7 @@ def test_a_script_is_planned_up_to_its_first_compiled_call(planned, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
-@pytest.mark.slow(reason="a script is planned")
+@pytest.mark.nightly
 def test_its_parameters_are_never_made(planned):
     """96 GiB of them and of AdamW's states."""
     code = SCRIPT.replace(
@@ -144,7 +144,7 @@ SAVES = [
 @pytest.mark.parametrize(
     "before, after",
     first(
-        4,
+        1,
         [
             ("\ndef step", "\n".join(["", *SAVES, "", "def step"])),
             *(("except Exception:", f"finally:\n    {line}") for line in SAVES),
@@ -169,6 +169,7 @@ def test_no_checkpoint_of_it_is_written(captured, tmp_path, before, after):
     assert not list((tmp_path / "a").iterdir())
 
 
+@pytest.mark.nightly
 def test_no_checkpoint_of_it_is_written_when_the_process_ends(captured, tmp_path, monkeypatch):
     """A plan drops what the script registers, and keeps what libraries register."""
     (tmp_path / "ends.py").write_text("import atexit\natexit.register(print, 'of a module')")
@@ -188,6 +189,7 @@ def test_no_checkpoint_of_it_is_written_when_the_process_ends(captured, tmp_path
     assert {"end", "save"}.isdisjoint(given[0].__name__ for given in registered)
 
 
+@pytest.mark.nightly
 def test_what_a_script_saves_it_can_load(captured, tmp_path):
     lines = (
         "torch.save({'model': model.state_dict(), 'rows': torch.arange(3.0)}, 'new.tmp')\n"
@@ -201,6 +203,7 @@ def test_what_a_script_saves_it_can_load(captured, tmp_path):
     assert not (tmp_path / "new.pt").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("end", ["finally:", "except BaseException:"])
 def test_what_a_script_does_when_it_is_ended_makes_no_values(captured, capsys, end):
     code = textwrap.dedent(SCRIPT).replace(
@@ -226,7 +229,7 @@ def test_parameters_that_are_made_whole_fit_only_deferred(planned):
     assert ", fits" in out and "deferred_init" not in out and "whole at first" not in out
 
 
-@pytest.mark.slow(reason="every form is tried, and on more ranks")
+@pytest.mark.nightly
 def test_figures_and_a_limit_are_given(planned):
     words = ["--hardware", "latency_s=1e-3 bytes_per_s=1e6", "--memory-limit", "0.001"]
     status, out, err = planned(SCRIPT, "--ranks", "4", *words, arguments=["64"])
@@ -271,7 +274,7 @@ def test_what_is_no_plan_is_not_compared(tmp_path, capsys, text, words):
     assert re.search(words, capsys.readouterr().err)
 
 
-@pytest.mark.slow(reason="a script is planned for two numbers of ranks")
+@pytest.mark.nightly
 def test_several_numbers_of_ranks(planned):
     code = SCRIPT.replace('os.environ["LOCAL_WORLD_SIZE"] == "4"', "True")
     status, out, err = planned(code, "--sweep", "ranks=2,4", "--mesh", "1x2", arguments=["64"])
@@ -319,11 +322,13 @@ def test_a_script_that_gets_nowhere(planned, code, words, message):
     "line, words",
     [
         ("x = model[0].weight.sum().item()", "reads what depends on the values of the parameter"),
-        ("print(model[0].weight)", "reads what depends on the values of the parameter '0.weight'"),
-        ("x = float(model(torch.ones(2, 64)).sum())", "reads what depends on the values of"),
-        ("x = model[2].bias.detach().numpy()", "'2.bias' of shape (8,)"),
-        ("model(torch.ones(2, 64)).sum().backward()", "backward() computes gradients of"),
-        (
+        nightly(
+            "print(model[0].weight)", "reads what depends on the values of the parameter '0.weight'"
+        ),
+        nightly("x = float(model(torch.ones(2, 64)).sum())", "reads what depends on the values of"),
+        nightly("x = model[2].bias.detach().numpy()", "'2.bias' of shape (8,)"),
+        nightly("model(torch.ones(2, 64)).sum().backward()", "backward() computes gradients of"),
+        nightly(
             "x = torch.autograd.grad(model(torch.ones(2, 64)).sum(), list(model.parameters()))",
             "grad() computes gradients of",
         ),
@@ -344,7 +349,7 @@ def test_a_script_that_needs_its_parameters_is_told_where(planned, line, words):
     assert words in err and "a plan never makes parameters" in err, err
 
 
-@pytest.mark.slow(reason="a script is planned")
+@pytest.mark.nightly
 def test_a_script_reads_what_is_computed_of_no_parameter(planned):
     code = textwrap.dedent(SCRIPT).replace(
         "\ndef step",
@@ -375,6 +380,7 @@ def test_a_mesh_begins_the_process_group_itself(captured):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.nightly
 def test_objects_of_all_ranks_are_what_this_one_gives(captured):
     lines = """
         from torch.distributed import all_gather_object
@@ -434,7 +440,14 @@ def test_options_that_do_not_go_together_are_said_in_the_table(planned):
 
 @pytest.mark.parametrize(
     "call",
-    ["mp.spawn(main, nprocs=2)", "mp.start_processes(main, nprocs=2)", "spawn(main, nprocs=2)"],
+    first(
+        1,
+        [
+            "mp.spawn(main, nprocs=2)",
+            "mp.start_processes(main, nprocs=2)",
+            "spawn(main, nprocs=2)",
+        ],
+    ),
 )
 def test_a_script_that_starts_its_ranks_itself_is_refused(planned, tmp_path, call):
     code = f"""
@@ -463,6 +476,7 @@ def test_options_that_a_script_puts_into_the_environment_are_planned(captured):
     assert forecasts["3"].on_host > 0
 
 
+@pytest.mark.nightly
 def test_runs_of_a_script_begin_alike(captured, tmp_path):
     """With its own modules, folder and default dtype; and leave what others have imported."""
     (tmp_path / "sizes.py").write_text("import os\nranks = int(os.environ['RANKS'])\n")
@@ -481,6 +495,7 @@ def test_runs_of_a_script_begin_alike(captured, tmp_path):
         assert "sizes" not in sys.modules
 
 
+@pytest.mark.nightly
 def test_a_module_of_a_package_is_planned(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
