@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tests.conftest  # noqa: F401  # the backend's name
-from tests.kit.covering import each_pair
+from tests.kit.covering import each_pair, each_value, nightly
 from tests.kit.trainings import assert_same, built, plain, run, zero
 from zerofx.errors import StepError
 
@@ -58,13 +58,18 @@ SHARD = r"reads optimizer\.state\[\.\.\.\]\['exp_avg(_sq)?'\] of AdamW, .* its s
 
 
 @pytest.mark.parametrize(
-    ("step", "stage"), each_pair((read_after, read_before, read_if_there, look_only), (1, 2, 3))
+    ("step", "stage"),
+    each_pair(
+        (read_after, read_before, read_if_there, look_only),
+        (1, 2, 3),
+        default=[(read_after, 1)],
+    ),
 )
 def test_states_that_are_shards_are_refused(step, stage):
     refused(step, SHARD, built(), stage=stage)
 
 
-@pytest.mark.parametrize("step", (read_after, read_before))
+@pytest.mark.parametrize("step", (read_before, nightly(read_after)))
 def test_states_that_its_own_update_will_replace_are_refused(step):
     """They are whole, from eager steps, and another tensor is updated."""
     pair = built()
@@ -73,8 +78,7 @@ def test_states_that_its_own_update_will_replace_are_refused(step):
         run(zero(step, stage=3), pair, range(2, 3))
 
 
-@pytest.mark.parametrize("stage", (0, 3))
-@pytest.mark.parametrize("step", (read_if_there, count_states))
+@pytest.mark.parametrize("step, stage", each_value((read_if_there, count_states), (0, 3)))
 def test_states_that_are_not_there_yet_are_refused(step, stage):
     pair = built()
     with pytest.raises(StepError, match="the state of AdamW, which its own .* the first to fill"):
@@ -82,7 +86,9 @@ def test_states_that_are_not_there_yet_are_refused(step, stage):
     assert not pair[1].state
 
 
-@pytest.mark.parametrize(("step", "stage"), ((read_after, 0), (read_before, 0), (count_steps, 3)))
+@pytest.mark.parametrize(
+    ("step", "stage"), (nightly(read_after, 0), nightly(read_before, 0), (count_steps, 3))
+)
 def test_whole_states_and_the_number_of_steps_are_read_as_they_are(step, stage):
     pair, other = built(), built()
     for one in (pair, other):

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tests.conftest  # noqa: F401  # the backend's name
 import zerofx
 from tests.kit.checkpoints import assert_same
+from tests.kit.covering import first, nightly
 from tests.kit.models import features
 from zerofx.errors import StepError
 from zerofx.wrappers import unwrapped
@@ -145,10 +146,10 @@ def around_another(optimizer):
     "wrap, stage",
     (
         (EverySecond, 0),
-        (LikeFabrics, 3),
-        (LikeLightnings, 3),
-        pytest.param(EverySecond, 3, marks=pytest.mark.nightly),
-        pytest.param(around_another, 3, marks=pytest.mark.nightly),
+        nightly(LikeLightnings, 3),
+        nightly(LikeFabrics, 3),
+        nightly(EverySecond, 3),
+        nightly(around_another, 3),
     ),
 )
 def test_a_wrapped_optimizer_does_what_its_wrapper_says(wrap, stage):
@@ -183,6 +184,7 @@ def accelerated(stage: int | None):
     return losses, model.state_dict(), wrapper.state_dict()
 
 
+@pytest.mark.nightly
 def test_accelerates_optimizer_steps_when_gradients_are_synchronized():
     losses, parameters, states = accelerated(3)
     expected_losses, expected_parameters, expected_states = accelerated(None)
@@ -220,7 +222,7 @@ def test_a_scaler_that_is_given_a_wrapper_is_refused(method):
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("method", ("step", "unscale_"))
+@pytest.mark.parametrize("method", first(1, ("step", "unscale_")))
 def test_a_scaler_that_has_not_been_updated_refuses_the_next_call(method):
     model, optimizer = built()
     scaler = torch.amp.GradScaler("cpu")
@@ -362,6 +364,7 @@ def test_the_module_in_a_parallel_one_trains(one_rank):
     assert optimizer.state
 
 
+@pytest.mark.nightly
 def test_checkpoints_and_unshard_take_wrapped_optimizers(tmp_path):
     model, wrapper, _ = train(LikeFabrics, 3, steps=2)
     zerofx.save(tmp_path / "one", model, wrapper)

@@ -117,12 +117,12 @@ def parametrized(names, cases, quick, nightly):
 
 
 QUICK_FORMS = [
-    ("mlp", "stage 0"),
-    ("mlp", "states in files"),
     ("wide", "in few bits"),
-    ("two optimizers", "stage 1"),
 ]
 NIGHTLY_FORMS = [
+    ("mlp", "stage 0"),
+    ("mlp", "states in files"),
+    ("two optimizers", "stage 1"),
     ("mlp", "parameters on the host"),
     ("language", "stage 3"),
     ("language", "in few bits"),

@@ -46,6 +46,7 @@ def calls_into_dumps(dump):
     return found
 
 
+@pytest.mark.nightly
 def test_nothing_is_called_while_dumps_are_off():
     assert calls_into_dumps(None) == set()
 

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 import zerofx
 import zerofx.__main__ as command_line
+from tests.kit.covering import first, nightly
 from tests.kit.programs import clone, mlp_step, run_passes
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx.cost.timeline import LANES, Timeline
@@ -48,16 +49,16 @@ def memory(text):
 
 
 @pytest.mark.slow(reason="ranks compile and train")
-def test_memory_stands_beside_the_formulas_of_every_stage(ranks):  # noqa: F811
-    for stage in (0, 3):
-        table = memory(ranks(2).run(train_at, stage)[0])
-        assert table["parameters"] == ["288 B", "288 B", "288 B", "144 B"] + [
-            "288 B" if stage == 0 else "144 B"
-        ]
-        assert table["gradients"][:4] == ["288 B", "288 B", "144 B", "144 B"]
-        states = "576 B" if stage == 0 else "288 B"
-        assert table["optimizer states"] == ["576 B", "288 B", "288 B", "288 B", states]
-        assert table["together"][:4] == ["1.12 KiB", "864 B", "720 B", "576 B"]
+@pytest.mark.parametrize("stage", first(1, (3, 0)))
+def test_memory_stands_beside_the_formulas_of_every_stage(stage, ranks):  # noqa: F811
+    table = memory(ranks(2).run(train_at, stage)[0])
+    assert table["parameters"] == ["288 B", "288 B", "288 B", "144 B"] + [
+        "288 B" if stage == 0 else "144 B"
+    ]
+    assert table["gradients"][:4] == ["288 B", "288 B", "144 B", "144 B"]
+    states = "576 B" if stage == 0 else "288 B"
+    assert table["optimizer states"] == ["576 B", "288 B", "288 B", "288 B", states]
+    assert table["together"][:4] == ["1.12 KiB", "864 B", "720 B", "576 B"]
 
 
 def train_at(stage):
@@ -67,9 +68,9 @@ def train_at(stage):
 @pytest.mark.parametrize(
     ("kept", "arguments"),
     (
-        (0, {"optimizer": torch.optim.SGD}),
-        (8, {}),
-        (4, {"dtype": torch.bfloat16}),
+        nightly(0, {"optimizer": torch.optim.SGD}),
+        nightly(8, {}),
+        nightly(4, {"dtype": torch.bfloat16}),
         (12, {"dtype": torch.bfloat16, "master_weights": True}),
     ),
 )
@@ -93,6 +94,7 @@ def test_what_is_off_says_why_and_how_to_turn_it_on():
 FUSING = {"until": "merge_updates", "lowering": "inductor"}
 
 
+@pytest.mark.nightly
 def test_updates_are_fused_where_nothing_is_in_the_way():
     skipped = {
         name: run_passes(clone(mlp_step()), **FUSING | options)["merge_updates"].skipped
@@ -135,6 +137,7 @@ def test_nothing_speaks_against_a_graph_of_an_evaluation():
     assert "A CUDA graph could hold all of this program, if its inputs stayed" in text
 
 
+@pytest.mark.nightly
 def test_gradients_between_calls_and_sizes_that_change_stand_against_a_graph():
     model = nn.Linear(8, 8)
     chosen = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -234,6 +237,7 @@ def test_a_dump_is_explained_as_the_step_was(tmp_path, capsys):
     assert capsys.readouterr().out == printed
 
 
+@pytest.mark.nightly
 def test_the_same_step_is_explained_in_the_same_bytes(tmp_path):
     texts = []
     for run in ("first", "second"):

@@ -61,6 +61,7 @@ def test_every_program_has_a_trace(dumped):
     ]
 
 
+@pytest.mark.nightly
 def test_a_second_compilation_dumps_the_same_bytes(dumped, tmp_path):
     first = dumped(bucket=True)
     again = dumped(bucket=True, folder=tmp_path / "again")
@@ -69,6 +70,7 @@ def test_a_second_compilation_dumps_the_same_bytes(dumped, tmp_path):
         assert (first / name).read_bytes() == (again / name).read_bytes()
 
 
+@pytest.mark.nightly
 def test_ranks_differ_in_their_number_and_their_shards_alone(dumped):
     """The shard of one may be larger, for the other's is padded."""
     folders = dumped(rank=0), dumped(rank=1)

@@ -169,6 +169,7 @@ def write(folder, program="03_prefetch"):
     return path
 
 
+@pytest.mark.nightly
 def test_the_command_puts_it_into_the_last_programs_trace(trace, tmp_path, capsys):
     first, last = write(tmp_path / "rank0", "01_bucket"), write(tmp_path / "rank0")
     path = trace(*step_at(0))
@@ -225,7 +226,7 @@ def profiled(tmp_path, lowering):
     return trace
 
 
-@pytest.mark.slow(reason="a step is profiled")
+@pytest.mark.nightly
 def test_a_profiled_run_is_the_same_run_and_names_every_node_that_computes(tmp_path):
     trace = profiled(tmp_path, "eager")
     found = {name for name, _ in spans(trace)}
@@ -298,13 +299,6 @@ def test_what_is_profiled_lies_beside_the_dump_and_is_drawn(tmp_path, capsys):
     assert "Measured, it took" not in first and "Measured, it took" in second
 
 
-def test_a_trace_that_cannot_be_written_is_an_error(tmp_path):
-    compiled, call = trained()
-    for path in (tmp_path / "none" / "trace.json", tmp_path):
-        with pytest.raises(OSError, match=str(path)), zerofx.profile(compiled, path):
-            call()
-
-
 def test_what_is_profiled_goes_to_the_path_that_is_given(tmp_path):
     compiled, call = trained()
     with pytest.raises(ValueError, match="set ZEROFX_DUMP before its first call"):
@@ -317,6 +311,9 @@ def test_what_is_profiled_goes_to_the_path_that_is_given(tmp_path):
     with pytest.raises(ValueError, match="no step has run within"):
         with zerofx.profile(compiled, tmp_path / "none.json"):
             pass
+    for path in (tmp_path / "none" / "trace.json", tmp_path):
+        with pytest.raises(OSError, match=str(path)), zerofx.profile(compiled, path):
+            call()
 
 
 @pytest.mark.nightly
