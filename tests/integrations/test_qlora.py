@@ -17,6 +17,7 @@ from tests.kit.programs import capture, nodes_of, rewritten
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.traffic import traffic_of
 from tests.kit.trainers import CLASSES, LENGTH, built, check, train_alone, train_on_rank
+from zerofx.ir import ops
 from zerofx.ir.graph import is_backward
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.parameters.guarded import ShardedParameter
@@ -112,12 +113,8 @@ def train_in_one_process(folder, double, num_ranks):
     return losses, [parameter.detach() for parameter in trainable(model)], model
 
 
-def nightly(*case):
-    return pytest.param(*case, marks=pytest.mark.nightly)
-
-
-def test_products_with_packed_weights_are_repeated_where_they_are_checkpointed():
-    """They are most of what a checkpoint is to drop, and draw nothing."""
+def test_packed_weights_are_gathered_packed_and_checkpointed_products_repeated():
+    """These are most of what a checkpoint is to drop, and draw nothing."""
     packed = Linear4bit(WIDTH, WIDTH, bias=False, quant_type="nf4", compute_dtype=torch.float32)
     packed.to("cpu")
     adapter = torch.nn.Parameter(torch.ones(WIDTH))
@@ -135,12 +132,14 @@ def test_products_with_packed_weights_are_repeated_where_they_are_checkpointed()
     program = rewritten(captured, until="recompute", stage=0)
     product = torch.ops.bitsandbytes.gemm_4bit.default
     assert [is_backward(node) for node in nodes_of(program, product)] == [False, True]
+    gathers = nodes_of(rewritten(captured, stage=3), ops.all_gather_start)
+    assert torch.uint8 in {node.meta["val"].dtype for node in gathers}
 
 
-@pytest.mark.slow(reason="models of Hugging Face are built and packed, on two ranks and here")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stage", "double", "num_ranks"),
-    [(3, True, 2), nightly(3, False, 3), nightly(2, True, 2), nightly(1, False, 2)],
+    [(3, True, 2), (3, False, 3), (2, True, 2), (1, False, 2)],
 )
 def test_adapters_train_as_in_torch_beside_weights_gathered_packed(
     stage,

@@ -31,7 +31,7 @@ def train(build, asked, configured, compiles):
 @pytest.mark.parametrize(
     "build, asked, configured, kind",
     (
-        (built, {"output_attentions": True}, {}, "attentions"),
+        (built, {"output_attentions": True}, {"num_hidden_layers": 1}, "attentions"),
         nightly(built, {}, {"output_hidden_states": True}, "hidden_states"),
         nightly(of_experts, {"output_router_logits": True}, {}, "router_logits"),
     ),

@@ -172,7 +172,7 @@ def adapters_on_rank(folder):
             return {name: value.detach().clone() for name, value in own.named_parameters()}
 
 
-@pytest.mark.slow(reason="two ranks train through Accelerate")
+@pytest.mark.nightly
 def test_adapters_are_saved_as_the_library_saves_them(ranks, tmp_path):  # noqa: F811
     found, other = ranks(2).run(adapters_on_rank, str(tmp_path), timeout_s=300)
     saved = load_file(tmp_path / "adapter_model.safetensors")
@@ -292,7 +292,7 @@ def two_models_resumed(folder):
         return found, [step(*batch).item() for batch in rest]
 
 
-@pytest.mark.slow(reason="a rank trains through Accelerate")
+@pytest.mark.nightly
 def test_two_models_under_one_optimizer_are_prepared_as_one(ranks, tmp_path):  # noqa: F811
     folder = str(tmp_path / "saved")
     ((found, again),) = ranks(1).run(two_models_resumed, folder, timeout_s=300)
@@ -444,7 +444,7 @@ def without_batches_at_the_end():
         return others
 
 
-@pytest.mark.slow(reason="two ranks compile a step")
+@pytest.mark.nightly
 def test_a_rank_without_batches_goes_with_the_others(ranks):  # noqa: F811
     assert ranks(2).run(without_batches_at_the_end) == [[], [1]]
 

@@ -61,7 +61,8 @@ def config(folder, **given):
 
 
 def small():
-    return built(vocab_size=len(WORDS) + 3, pad_token_id=0, eos_token_id=1)
+    tokens = {"vocab_size": len(WORDS) + 3, "pad_token_id": 0, "eos_token_id": 1}
+    return built(num_hidden_layers=1, **tokens)
 
 
 def train(trainer_class, folder, given, build=small, **more):
@@ -116,7 +117,7 @@ def test_a_prompt_that_is_learnt_is_trained_and_saved(tmp_path):
     torch.testing.assert_close(*prompts, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow(reason="trains a step through TRL, and evaluates compiled")
+@pytest.mark.nightly
 def test_behind_a_step_it_evaluates_as_trl_does(tmp_path):
     given = {"max_steps": 1, "per_device_train_batch_size": 12, "loss_type": "dft"}
     data = {"train_dataset": texts(), "eval_dataset": texts(), "processing_class": tokenizer()}

@@ -326,7 +326,7 @@ def before_a_fit(folder):
         return trainer_of(folder, strategy_of(), _ranks()).predict(Apart(), batches(12))
 
 
-@pytest.mark.slow(reason="two ranks of Lightning's Trainer")
+@pytest.mark.nightly
 def test_an_evaluation_before_a_training_is_of_the_first_ranks_weights(ranks, tmp_path):  # noqa: F811
     assert ranks(2).run(before_a_fit, str(tmp_path)) == [[1.0], [1.0]]
 
@@ -634,7 +634,7 @@ def by_hand(rows, epochs=1, precision=torch.float32):
     return found
 
 
-@pytest.mark.slow(reason="two ranks train and save, one goes on")
+@pytest.mark.nightly
 def test_a_loop_of_fabrics_trains_saves_and_resumes(ranks, tmp_path):  # noqa: F811
     folder, expected = str(tmp_path / "saved"), by_hand(12, epochs=2)
     first = ranks(2).run(with_fabric, 6, "32-true", folder, timeout_s=300)[0]

@@ -55,13 +55,17 @@ def check_saved(folder, model):
         torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
+def shallow():
+    return built(num_hidden_layers=1)
+
+
 @pytest.mark.slow(reason="two ranks and a single process train through Trainer")
 def test_losses_norms_and_weights_are_those_of_one_process_with_all_batches(ranks, tmp_path):  # noqa: F811
-    given = {"gradient_accumulation_steps": 2}
-    two = {**given, "per_device_train_batch_size": 3}
-    found = ranks(2).run(train_on_rank, str(tmp_path / "two"), two, timeout_s=300)
-    one = {**given, "per_device_train_batch_size": 6}
-    expected, _, model = train_alone(tmp_path / "one", one)
+    two = {"per_device_train_batch_size": 6}
+    settings = two, None, None, 0, shallow
+    found = ranks(2).run(train_on_rank, str(tmp_path / "two"), *settings, timeout_s=300)
+    one = {"per_device_train_batch_size": 12}
+    expected, _, model = train_alone(tmp_path / "one", one, build=shallow)
     for losses, _ in found:
         check(losses, expected)
     check_saved(tmp_path / "two", model)
@@ -157,7 +161,7 @@ def test_saving_takes_a_shard_more_at_most(ranks, tmp_path):  # noqa: F811
         assert max(more) < nbytes / 2 + 256 * MIB
 
 
-@pytest.mark.slow(reason="trains a step through Trainer")
+@pytest.mark.nightly
 def test_a_checkpoint_that_was_written_over_in_part_is_not_loaded(tmp_path, monkeypatch):
     given = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     zero = {"lowering": "eager", "stage": 1}
@@ -365,7 +369,7 @@ def resized(folder, seed):
     return model
 
 
-@pytest.mark.slow(reason="trains a step through Trainer")
+@pytest.mark.nightly
 def test_all_that_peft_saves_is_saved_frozen_or_not(tmp_path):
     model = resized(tmp_path / "base", 1)
     given = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
@@ -557,7 +561,7 @@ def test_an_evaluation_before_the_training_is_one_of_the_first_ranks_values(rank
     assert ranks(2).run(first_values, str(tmp_path)) == [[0.0], [0.0]]
 
 
-@pytest.mark.slow(reason="trains a step through Trainer, and evaluates compiled")
+@pytest.mark.nightly
 def test_a_new_trainer_evaluates_a_model_that_is_in_shards(tmp_path):
     model, zero = built(), {"lowering": "eager", "stage": 3}
     given = arguments(tmp_path, max_steps=1)
