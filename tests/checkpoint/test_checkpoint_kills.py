@@ -280,8 +280,7 @@ def test_one_process_killed_at_any_moment_loses_nothing(ways, every, every_write
     assert min(kills.values()) >= 24 / every and not wrong, "\n".join(wrong)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("every", [30, 6, exhaustive(1)])
+@pytest.mark.parametrize("every", [nightly(30), nightly(6), exhaustive(1)])
 def test_whatever_fails_of_a_save_leaves_what_was_there_and_the_next_succeeds(every, tmp_path):
     with contextlib.closing(Ranks(1)) as one:
         ((failures, wrong),) = one.run(failed_in_forks, str(tmp_path), every, timeout_s=900)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.kit.covering import each_value, exhaustive, only
+from tests.kit.covering import each_value, exhaustive, nightly, only
 from tests.kit.ranks import Ranks, ranks_fixture, ranks_on_sockets_fixture  # noqa: F401
 from zerofx.errors import StepError
 from zerofx.runtime.comm import peer_memory
@@ -264,8 +264,7 @@ def test_gradients_that_are_not_dense_arrive(ranks, stage, world_size):
     assert max(ranks(world_size).run(differences_of_sparse_layouts, stage)) < 1e-5
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("stage", (0, exhaustive(1), exhaustive(2), 3))
+@pytest.mark.parametrize("stage", (nightly(0), exhaustive(1), exhaustive(2), nightly(3)))
 def test_gradients_that_are_not_dense_arrive_over_sockets(ranks_on_sockets, stage):
     assert max(ranks_on_sockets(2).run(differences_of_sparse_layouts, stage)) < 1e-5
 
