@@ -12,11 +12,12 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
 from tests.kit.losses import RIGHT, Model, batch_of, flat, masked, train_alone
 from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.training.test_loss_over_ranks import Small, of_small
 
 
 def results(form: str):
     torch.manual_seed(7)
-    model = Model()
+    model = Small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
     def step(batch):
@@ -37,7 +38,7 @@ def results(form: str):
 
 @pytest.mark.slow(reason="two ranks and one process train")
 def test_the_loss_and_its_scaled_aliases_are_returned_over_all_ranks(ranks):  # noqa: F811
-    (expected, *_), _ = train_alone("cross_entropy", 2, calls=1)
+    (expected, *_), _ = of_small(train_alone, "cross_entropy", 2)
     found = ranks(2).run(results, "cross_entropy")
     for loss, doubled, _, other, collectives in found:
         assert (loss, other) == pytest.approx((expected, expected), rel=2e-6)
