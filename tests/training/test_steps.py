@@ -5,6 +5,7 @@ The forms are in ``tests/kit/step_forms``.
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit import models
-from tests.kit.covering import exhaustive, first, nightly, only
+from tests.kit.covering import exhaustive, nightly, only
 from tests.kit.models import Mlp, squared_loss
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
 from tests.kit.step_forms.form import FORMS, STEPS, Training, adamw, simple, step_with
@@ -77,30 +78,12 @@ ALONE_SAYS_IT = {
 assert set(QUICK) >= ALONE_SAYS_IT
 # What the default run has of each kind of form.
 OF_EACH_KIND = (
-    "plain",
-    "tied_weights",
-    "batch_norm",
     "dropout",
     "batches_whose_shape_changes",
-    "several_parameter_groups",
     "parameter_group_added_after_the_first_step",
-    "gradients_times_an_element_of_a_parameter",
-    "optimizer_AdamW",
-    "tensor_lr",
-    "closure",
-    "gradients_never_zeroed",
-    "accumulation_in_a_loop",
-    "accumulation_in_a_loop_sharded",
     "accumulation_across_two_functions_local",
-    "update_at_every_other_call",
-    "parameters_read_after_the_update",
     "old_values_read_after_the_update",
-    "values_written_back_before_the_update",
-    "weights_decayed_by_hand",
-    "evaluation_after_each_step",
-    "clip_by_norm_2_foreach_True",
     "scaler_with_unscaled_clipping",
-    "two_scalers",
 )
 
 
@@ -125,10 +108,7 @@ def test_alone_a_step_is_the_eager_one(name):
 @pytest.mark.parametrize(
     "name",
     only(
-        (
-            "accumulation_in_a_loop",
-            "plain",
-        ),
+        ("weights_decayed_by_hand",),
         [exhaustive(name) if name in ALONE_SAYS_IT else name for name in QUICK if name in SHARED],
     ),
 )
@@ -223,7 +203,7 @@ def test_checkpointed_blocks_are_computed_twice_and_others_once(tmp_path):
         assert_same(one[0], other[0], "loss")
 
 
-@pytest.mark.slow(reason="two steps are compiled")
+@pytest.mark.nightly
 def test_no_more_is_gathered_where_a_backward_is_written_by_hand(tmp_path):
     """Layers of two dtypes take turns, so two buckets do."""
 
@@ -269,55 +249,27 @@ def load(training: Training, checkpoint: tuple[dict, dict]) -> None:
     training.optimizers[0].load_state_dict(checkpoint[1])
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("stage", only((3,), (1, 3)))
-@pytest.mark.parametrize("name", first(1, ("several_parameter_groups", "tied_weights")))
-def test_state_dicts_of_two_ranks_continue_in_an_eager_process(name, stage, ranks):  # noqa: F811
-    checkpoints = ranks(2).run(checkpoint_of, name, stage, 5)
+def assert_continue_eagerly(name: str, checkpoints: list[tuple]) -> None:
     expected, _ = reference(name, 2)
     for checkpoint in checkpoints:
         training = built(name, eager, rank=7)
         load(training, checkpoint)
-        results = run(name, training, range(5, STEPS), 2, None)
-        assert_results(name, [results], expected[5:], exact=False)
+        results = run(name, training, range(LOADED_AT, STEPS), 2, None)
+        assert_results(name, [results], expected[LOADED_AT:], exact=False)
 
 
-def continued(name: str, stage: int, checkpoint: tuple, bound_first: bool) -> tuple:
-    """Load a checkpoint and train from step 5, before or after a first step has sharded."""
+GROUPS = "several_parameter_groups"
+LOADED_AT, UNSHARDED_AT = 5, 8  # steps
+
+
+def used_between_steps(stage: int, checkpoint: tuple) -> dict[str, Any]:
+    """Train to where a checkpoint is, with all that a user may do on the way, and on from it."""
     torch._dynamo.reset()
     rank, world_size = rank_and_world_size()
-    training = built(name, zero(stage), rank)
-    if bound_first:
-        run(name, training, range(1), world_size, rank)
-    before = programs_compiled()
-    load(training, checkpoint)
-    results = run(name, training, range(5, STEPS), world_size, rank)
-    return results, state_of(training), programs_compiled() - before
-
-
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("bound_first", only((True,), (False, True)))
-@pytest.mark.parametrize("stage", only((3,), (1, 3)))
-def test_an_eager_checkpoint_continues_on_two_ranks(stage, bound_first, ranks):  # noqa: F811
-    name = "several_parameter_groups"
-    training = built(name, eager)
-    run(name, training, range(5), 2, None)
-    checkpoint = (training.models[0].state_dict(), training.optimizers[0].state_dict())
-    of_ranks = ranks(2).run(continued, name, stage, checkpoint, bound_first)
-    results, states, compiled = zip(*of_ranks, strict=True)
-    expected, expected_state = reference(name, 2)
-    assert_results(name, results, expected[5:], exact=False)
-    assert_states(states, expected_state, exact=False)
-    assert compiled == (0 if bound_first else 1,) * 2
-
-
-def in_full_params(stage: int) -> dict[str, Any]:
-    torch._dynamo.reset()
-    rank, world_size = rank_and_world_size()
-    training = built("plain", zero(stage), rank)
-    (model,) = training.models
-    run("plain", training, range(3), world_size, rank)
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    training = built(GROUPS, zero(stage), rank)
+    (model,), (optimizer,) = training.models, training.optimizers
+    run(GROUPS, training, range(LOADED_AT), world_size, rank)
+    saved = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
     batch = models.features(0, 4)
     with full_params(model):
         inside = {name: value.clone() for name, value in model.state_dict().items()}
@@ -326,52 +278,95 @@ def in_full_params(stage: int) -> dict[str, Any]:
             model.head.bias.fill_(2.0)
             model.body.weight.mul_(0.5)
     before = programs_compiled()
-    after = {name: value.clone() for name, value in model.state_dict().items()}
-    run("plain", training, range(3, 4), world_size, rank)
-    return {
-        "saved": saved, "inside": inside, "after": after, "loss": loss, "batch": batch,
-        "compiled": programs_compiled() - before,
-    }  # fmt: skip
-
-
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("stage", only((3,), (0, 3)))
-def test_full_params_shows_whole_values_and_keeps_what_is_written(stage, ranks):  # noqa: F811
-    for found in ranks(2).run(in_full_params, stage):
-        for name, value in found["saved"].items():
-            assert_same(found["inside"][name], value, name)
-        model = Mlp()
-        model.load_state_dict(found["saved"])
-        assert squared_loss(model, *found["batch"]).item() == found["loss"]
-        expected = dict(found["saved"])
-        expected["head.bias"] = torch.full_like(expected["head.bias"], 2.0)
-        expected["body.weight"] = expected["body.weight"] * 0.5
-        for name, value in expected.items():
-            assert_same(found["after"][name], value, name)
-        assert found["compiled"] == 0
-
-
-def unsharded_after_five_steps(name: str, stage: int) -> tuple:
-    torch._dynamo.reset()
-    rank, world_size = rank_and_world_size()
-    training = built(name, zero(stage), rank)
-    (model,), (optimizer,) = training.models, training.optimizers
-    run(name, training, range(5), world_size, rank)
+    written = {name: value.clone() for name, value in model.state_dict().items()}
+    run(GROUPS, training, range(1), world_size, rank)
+    load(training, checkpoint)
+    results = run(GROUPS, training, range(LOADED_AT, UNSHARDED_AT), world_size, rank)
+    state, compiled = state_of(training), programs_compiled() - before
     unshard(model, optimizer)
     eager_step = functools.partial(step_with(), model, optimizer)
     continuing = Training(eager_step, [model], [optimizer])
-    return run(name, continuing, range(5, STEPS), world_size, None), state_of(continuing)
+    unsharded = run(GROUPS, continuing, range(UNSHARDED_AT, STEPS), world_size, None)
+    return {
+        "saved": saved, "inside": inside, "loss": loss, "batch": batch, "written": written,
+        "results": results, "state": state, "compiled": compiled,
+        "unsharded": (unsharded, state_of(continuing)),
+    }  # fmt: skip
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("stage", only((3,), (1, 3)))
-def test_after_unshard_training_continues_eagerly(stage, ranks):  # noqa: F811
-    name = "several_parameter_groups"
-    of_ranks = ranks(2).run(unsharded_after_five_steps, name, stage)
-    results, states = zip(*of_ranks, strict=True)
-    expected, expected_state = reference(name, 2)
+def eager_checkpoint() -> tuple[dict, dict]:
+    training = built(GROUPS, eager)
+    run(GROUPS, training, range(LOADED_AT), 2, None)
+    return training.models[0].state_dict(), training.optimizers[0].state_dict()
+
+
+@pytest.fixture(scope="module", params=only((3,), (0, 1, 3)))
+def between_steps(ranks, request):  # noqa: F811
+    """What each of two ranks finds in one training."""
+    return ranks(2).run(used_between_steps, request.param, eager_checkpoint())
+
+
+def test_state_dicts_of_two_ranks_continue_in_an_eager_process(between_steps):
+    assert_continue_eagerly(GROUPS, [found["saved"] for found in between_steps])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", (1, 3))
+def test_state_dicts_of_tied_weights_continue_in_an_eager_process(stage, ranks):  # noqa: F811
+    checkpoints = ranks(2).run(checkpoint_of, "tied_weights", stage, LOADED_AT)
+    assert_continue_eagerly("tied_weights", checkpoints)
+
+
+def test_an_eager_checkpoint_continues_on_two_ranks(between_steps):
+    expected, _ = reference(GROUPS, 2)
+    _, expected_state = reference(GROUPS, 2, UNSHARDED_AT)
+    of_ranks = [found["results"] for found in between_steps]
+    assert_results(GROUPS, of_ranks, expected[LOADED_AT:UNSHARDED_AT], exact=False)
+    assert_states([found["state"] for found in between_steps], expected_state, exact=False)
+    assert [found["compiled"] for found in between_steps] == [0, 0]
+
+
+def loaded_before_the_first_step(stage: int, checkpoint: tuple) -> tuple:
+    torch._dynamo.reset()
+    rank, world_size = rank_and_world_size()
+    training = built(GROUPS, zero(stage), rank)
+    before = programs_compiled()
+    load(training, checkpoint)
+    results = run(GROUPS, training, range(LOADED_AT, STEPS), world_size, rank)
+    return results, state_of(training), programs_compiled() - before
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", (1, 3))
+def test_an_eager_checkpoint_may_be_loaded_before_the_first_step(stage, ranks):  # noqa: F811
+    of_ranks = ranks(2).run(loaded_before_the_first_step, stage, eager_checkpoint())
+    results, states, compiled = zip(*of_ranks, strict=True)
+    expected, expected_state = reference(GROUPS, 2)
+    assert_results(GROUPS, results, expected[LOADED_AT:], exact=False)
+    assert_states(states, expected_state, exact=False)
+    assert compiled == (1, 1)
+
+
+def test_full_params_shows_whole_values_and_keeps_what_is_written(between_steps):
+    for found in between_steps:
+        saved, _ = found["saved"]
+        for name, value in saved.items():
+            assert_same(found["inside"][name], value, name)
+        model = Mlp()
+        model.load_state_dict(saved)
+        assert squared_loss(model, *found["batch"]).item() == found["loss"]
+        expected = dict(saved)
+        expected["head.bias"] = torch.full_like(expected["head.bias"], 2.0)
+        expected["body.weight"] = expected["body.weight"] * 0.5
+        for name, value in expected.items():
+            assert_same(found["written"][name], value, name)
+
+
+def test_after_unshard_training_continues_eagerly(between_steps):
+    results, states = zip(*(found["unsharded"] for found in between_steps), strict=True)
+    expected, expected_state = reference(GROUPS, 2)
     for of_rank in results:
-        assert_results(name, [of_rank], expected[5:], exact=False)
+        assert_results(GROUPS, [of_rank], expected[UNSHARDED_AT:], exact=False)
     assert_states(states, expected_state, exact=False)
 
 
@@ -384,8 +379,8 @@ def gradients_between_calls(stage: int) -> dict:
     return {name: p.grad.clone() for name, p in training.models[0].named_parameters()}
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("stage", only((0,), (0, 1)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", (0, 1))
 def test_gradients_between_calls_are_the_whole_average(stage, ranks):  # noqa: F811
     training = built("gradients_never_zeroed", eager)
     run("gradients_never_zeroed", training, range(2), 2, None)
@@ -437,7 +432,7 @@ class Branched(nn.Module):
         return torch.cond(h.sum() > 0, lambda h: self.mix(h), lambda h: h.sin(), (h,))
 
 
-@pytest.mark.slow(reason="compiles and trains")
+@pytest.mark.nightly
 def test_weights_that_one_branch_reads_train_in_shards():
     models_trained = []
     for compile_step in (eager, zero(3)):
@@ -482,8 +477,8 @@ def means_with_recompilations(alone: bool) -> tuple[torch.Tensor, torch.Tensor, 
     return model.mean, model.offset, programs_compiled() - before
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("alone", (True, nightly(False)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("alone", (True, False))
 def test_a_later_program_leaves_buffers_the_ranks_own(alone, ranks):  # noqa: F811
     """Rank 1 compiles for buffers that it has not had before, alone or as rank 0 does."""
     for rank, (mean, offset, programs) in enumerate(
