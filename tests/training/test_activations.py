@@ -18,7 +18,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.kit.covering import only
+from tests.kit.covering import nightly, only
 from tests.kit.device_memory import measured
 from tests.kit.fake_cuda import Cuda
 from tests.kit.models import ConvNet, Gpt, images, language_loss, squared_loss, tokens
@@ -281,36 +281,34 @@ def test_a_budget_that_cannot_be_met_is_refused_before_the_first_step():
         measured(stage=0, memory_budget=1000, **ACTIVATIONS)
 
 
-def gpt_pair(**options):
+def pair_of(name, **options):
     torch.manual_seed(0)
-    model = Gpt()
-    step = step_of(language_loss, "plain")
+    make, loss_of, kind = CASES[name]
+    model, step = make(), step_of(loss_of, "plain")
     compiled = torch.compile(step, backend="zero", options={"lowering": "eager", **options})
-    return compiled, model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows = 4 if kind == "tokens" else 64
+    return compiled, model, optimizer, [batch_of(kind, number, rows) for number in range(4)]
 
 
-@pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("stage", only((0,), (0, 3)))
-def test_nothing_is_allocated_on_the_host_once_it_has_trained(stage, small_values):
-    compiled, *pair = gpt_pair(stage=stage, **ACTIVATIONS)
-    for number in range(2):
-        compiled(*pair, *tokens(number, 4))
-    before = REGISTRY.host.num_allocations, REGISTRY.host.nbytes
-    for number in range(4):
-        compiled(*pair, *tokens(number, 4))
-    assert (REGISTRY.host.num_allocations, REGISTRY.host.nbytes) == before
-
-
-@pytest.mark.slow(reason="steps are compiled and run")
-def test_staging_memory_is_what_was_said_and_goes_with_the_step(small_values):
+@pytest.mark.parametrize(
+    "name, stage", [("dropout", 0), *(nightly("gpt", stage) for stage in (0, 3))]
+)
+def test_staging_memory_is_what_was_said_and_goes_with_the_step(name, stage, small_values):
     gc.collect()
     before = REGISTRY.host.nbytes
-    compiled, *pair = gpt_pair(stage=0, **ACTIVATIONS)
-    compiled(*pair, *tokens(0, 4))
+    compiled, *pair, batches = pair_of(name, stage=stage, **ACTIVATIONS)
+    for batch in batches[:2]:
+        compiled(*pair, *batch)
     program = program_of(compiled)
     staging = moved_bytes(program.gm).staging
     assert REGISTRY.host.nbytes - before == staging > 0
     assert program.runtime.host_needs["activations"] == staging
+    num_allocations = REGISTRY.host.num_allocations
+    for batch in batches:
+        compiled(*pair, *batch)
+    assert REGISTRY.host.num_allocations == num_allocations, "nothing once it has trained"
+    assert REGISTRY.host.nbytes - before == staging
     del compiled, pair, program
     torch._dynamo.reset()
     gc.collect()
@@ -321,19 +319,19 @@ def test_no_room_on_the_host_is_an_error_with_the_numbers_before_the_first_step(
     monkeypatch, small_values
 ):
     monkeypatch.setattr(HostMemory, "available_bytes", lambda self: 1000)
-    compiled, model, optimizer = gpt_pair(stage=0, **ACTIVATIONS)
+    compiled, model, optimizer, (batch, *_) = pair_of("dropout", stage=0, **ACTIVATIONS)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     words = r"needs \d+ bytes of host memory .*\(\d+ of activations\), and 1000 are available"
     with pytest.raises(StepError, match=words):
-        compiled(model, optimizer, *tokens(0, 4))
+        compiled(model, optimizer, *batch)
     assert_same(dict(model.state_dict()), before)
     assert not optimizer.state
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
-def test_explain_says_what_is_away_and_for_how_long_it_travels(small_values):
-    compiled, *pair = gpt_pair(stage=0, **ACTIVATIONS)
-    compiled(*pair, *tokens(0, 4))
+@pytest.mark.parametrize("name", ("dropout", nightly("gpt")))
+def test_explain_says_what_is_away_and_for_how_long_it_travels(name, small_values):
+    compiled, *pair, batches = pair_of(name, stage=0, **ACTIVATIONS)
+    compiled(*pair, *batches[0])
     moved = moved_bytes(program_of(compiled).gm)
     text = zerofx.explain(compiled)
     number, kib = moved.num_activations, moved.activations / 1024
@@ -343,15 +341,15 @@ def test_explain_says_what_is_away_and_for_how_long_it_travels(small_values):
 
 @pytest.mark.nightly
 def test_a_step_that_fails_leaves_the_next_one_alone(small_values):
-    expected, *pair = gpt_pair(stage=0)
-    losses = [expected(*pair, *tokens(number, 4)).item() for number in range(3)]
+    expected, *pair, batches = pair_of("gpt", stage=0)
+    losses = [expected(*pair, *batch).item() for batch in batches[:3]]
     torch._dynamo.reset()
-    compiled, *pair = gpt_pair(stage=0, **ACTIVATIONS)
-    found = [compiled(*pair, *tokens(0, 4)).item()]
+    compiled, *pair, _ = pair_of("gpt", stage=0, **ACTIVATIONS)
+    found = [compiled(*pair, *batches[0]).item()]
     with mock.patch.object(Copies, "reload_start", side_effect=RuntimeError("no")):
         with pytest.raises(RuntimeError, match="no"):
-            compiled(*pair, *tokens(1, 4))
-    found += [compiled(*pair, *tokens(number, 4)).item() for number in (1, 2)]
+            compiled(*pair, *batches[1])
+    found += [compiled(*pair, *batch).item() for batch in batches[1:3]]
     assert found == losses
 
 

@@ -18,7 +18,7 @@ import torch
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.kit.covering import first, only
+from tests.kit.covering import first, nightly, only
 from tests.kit.device_memory import Deep, assert_falls_as_planned, measured, squares
 from tests.kit.fake_cuda import Cuda
 from tests.kit.ranks import ranks_fixture  # noqa: F401
@@ -76,7 +76,7 @@ def check(found):
 
 
 @pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("world_size", (nightly(1), 2))
 @pytest.mark.parametrize("stage", only((3,), (1, 2, 3)))
 @pytest.mark.parametrize("step", only((clipped,), (plain, clipped)))
 def test_losses_parameters_and_states_are_bitwise_those_without_offload(
@@ -120,7 +120,7 @@ def test_with_other_options_it_is_bitwise_the_same(options, stage, ranks):
     check(ranks(2).run(both, clipped, stage, options, torch.float32))
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", only(("masters, int8 moments",), PRECISIONS))
 def test_precision_options_are_bitwise_the_same(name):
     with mock.patch("zerofx.codegen.rewrite.storage.FEWEST_CODED", 64):
@@ -134,11 +134,13 @@ def test_precision_options_are_bitwise_the_same_on_two_ranks(name, stage, ranks)
     check(ranks(2).run(both, clipped, stage, PRECISIONS[name], torch.bfloat16))
 
 
+@pytest.mark.nightly
 def test_ranks_that_disagree_hear_of_it(ranks):
     with pytest.raises(Exception, match="offload optimizer|to_host|update"):
         ranks(2).run(train_with, [OFFLOAD, {}])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "make", only((torch.optim.SGD,), [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
 )
@@ -154,8 +156,8 @@ def test_other_optimizers_are_bitwise_the_same(make):
 # The kernel
 
 
-@pytest.mark.slow(reason="kernels are compiled")
-@pytest.mark.parametrize("stage", (3, pytest.param(1, marks=pytest.mark.nightly)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", (3, 1))
 def test_a_bucket_is_one_kernel_there_too_and_bitwise_the_same(stage):
     without, offloaded = with_kernels(stage), with_kernels(stage, **OFFLOAD)
     assert_same(offloaded[:3], without[:3])
@@ -189,53 +191,42 @@ def measured_there(options):
 
 
 @pytest.mark.parametrize("stage", only((3,), (1, 3)))
-def test_nothing_is_allocated_on_the_host_once_it_has_trained(stage):
-    pair, compiled = built(), zero(stage=stage, **OFFLOAD)
-    run(compiled, pair, range(2))
-    before = REGISTRY.host.num_allocations, REGISTRY.host.nbytes
-    run(compiled, pair, range(2, 6))
-    assert (REGISTRY.host.num_allocations, REGISTRY.host.nbytes) == before
-
-
-def test_the_account_is_of_states_and_staging_buffers_and_of_nothing_when_they_are_gone():
+def test_what_is_in_host_memory_and_what_moves_is_what_is_said(stage):
     gc.collect()
     torch._dynamo.reset()
     before = REGISTRY.host.nbytes
-    pair, compiled = built(), zero(**OFFLOAD)
-    run(compiled, pair, range(3))
+    pair, compiled = built(), zero(stage=stage, **OFFLOAD)
+    run(compiled, pair, range(2))
     program = program_of(compiled)
     states = sum(tensor.nbytes for tensor in tensors_of(pair[1]))
     empty = sum(not tensor.numel() for tensor in tensors_of(pair[1]))
-    staging = moved_bytes(program.gm).staging
-    assert program.runtime.host_needs == {"optimizer states": states, "staging buffers": staging}
-    assert REGISTRY.host.nbytes - before == states + staging + empty
+    moved, copies = moved_bytes(program.gm), program.function.copies
+    assert program.runtime.host_needs == {
+        "optimizer states": states,
+        "staging buffers": moved.staging,
+    }
+    assert REGISTRY.host.nbytes - before == states + moved.staging + empty
     assert REGISTRY.host.peak_nbytes >= REGISTRY.host.nbytes
-    del pair, compiled, program
+    assert copies.to_host_bytes == 2 * moved.to_host > 0
+    assert copies.to_device_bytes == 2 * moved.to_device > 0
+    text = zerofx.explain(compiled)
+    assert f"optimizer states in host memory             {states / 1024:.2f} KiB" in text
+    for line in ("staging buffers in host memory", "moved per step: to the host", "place_offload"):
+        assert line in text
+    assert {"offload optimizer", "offload_tier cpu"} < {*program.rewritten.schedule}, "ranks agree"
+    once_trained = REGISTRY.host.num_allocations, REGISTRY.host.nbytes
+    run(compiled, pair, range(2, 6))
+    assert (REGISTRY.host.num_allocations, REGISTRY.host.nbytes) == once_trained
+    del pair, compiled, program, copies
     torch._dynamo.reset()
     gc.collect()
     assert REGISTRY.host.nbytes == before
 
 
-def test_what_a_step_moves_is_what_the_program_says():
-    pair, compiled = built(), zero(**OFFLOAD)
-    run(compiled, pair, range(3))
-    program = program_of(compiled)
-    moved, copies = moved_bytes(program.gm), program.function.copies
-    assert copies.to_host_bytes == 3 * moved.to_host > 0
-    assert copies.to_device_bytes == 3 * moved.to_device > 0
-
-
-@pytest.mark.slow(reason="steps are compiled and run")
-def test_explain_says_where_states_are_and_what_moves():
-    pair, compiled = built(), zero(**OFFLOAD)
-    run(compiled, pair, range(2))
-    text = zerofx.explain(compiled)
-    states = sum(tensor.nbytes for tensor in tensors_of(pair[1]))
-    assert f"optimizer states in host memory             {states / 1024:.2f} KiB" in text
-    for line in ("staging buffers in host memory", "moved per step: to the host", "place_offload"):
-        assert line in text
-    run(other := zero(read_after), built(), range(1))
-    assert "host memory" not in zerofx.explain(other)
+@pytest.mark.nightly
+def test_explain_says_nothing_of_host_memory_that_is_not_used():
+    run(compiled := zero(read_after), built(), range(1))
+    assert "host memory" not in zerofx.explain(compiled)
 
 
 @pytest.mark.nightly
@@ -300,7 +291,7 @@ def test_a_rank_without_room_stops_all_of_them_before_the_first_step(options, ra
     assert short[1:] == other[1:] == (False, True)
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 def test_what_is_there_already_needs_no_more_room(monkeypatch):
     pair, compiled = built(), zero(**OFFLOAD)
     run(compiled, pair, range(1))
@@ -351,7 +342,7 @@ def test_states_move_there_and_back_with_the_options_and_unshard_gives_them_whol
     assert all(each[3] == [0, 1, 0] for each in found)
 
 
-@pytest.mark.slow(reason="it writes to parameters and states in every way, on two ranks")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", STAGES_3_AND_1)
 def test_what_the_user_writes_between_steps_is_trained_on(stage, ranks):
     expected = ranks(2).run(write_between, stage, {})
@@ -410,7 +401,7 @@ class Broken(Exception):
     pass
 
 
-@pytest.mark.parametrize("fails_at", (1, 4))
+@pytest.mark.parametrize("fails_at", (nightly(1), 4))
 def test_an_error_beside_the_step_is_the_steps_and_leaves_nothing_under_way(fails_at):
     pair, compiled = built(), zero(**OFFLOAD)
     run(compiled, pair, range(1))
