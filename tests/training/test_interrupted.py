@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import tests.conftest  # noqa: F401
 import zerofx
+from tests.kit.covering import nightly
 from tests.kit.models import Mlp
 from tests.kit.refusals import BATCH, good_step, values, zero
 from zerofx.compat.fake_ranks import init_fake_group
@@ -32,7 +33,7 @@ def trained(**options):
     return model, optimizer, step
 
 
-@pytest.mark.parametrize("which", (1, 3))
+@pytest.mark.parametrize("which", (nightly(1), 3))
 def test_updates_before_a_call_failed_are_counted_for_who_goes_on(which, caplog):
     model, optimizer, step = trained(stage=1, lowering="eager")
     before, run, calls = values(model), OptimizerRunner.run, []

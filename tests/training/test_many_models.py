@@ -102,6 +102,7 @@ def test_two_models_train_each_by_themselves(stage):
         assert_same_values(model, reference)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", only((3,), STAGES))
 def test_one_optimizer_over_two_models_updates_the_one_that_has_gradients(stage):
     def step(model, x, y):

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
-from tests.kit.covering import first, only
+from tests.kit.covering import nightly, only
 from tests.kit.device_memory import squares
 from tests.kit.files import Failing, Short, Slow, files_of
 from tests.kit.ranks import Ranks
@@ -90,8 +90,8 @@ FAULTS = [
 ]
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
-@pytest.mark.parametrize("kind, code, at", first(1, FAULTS))
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind, code, at", FAULTS)
 def test_a_failing_disk_stops_the_step_and_leaves_the_checkpoint_good(
     kind, code, at, tmp_path, on_system, expected
 ):
@@ -188,7 +188,7 @@ def test_a_bit_flip_is_found_with_checksums_and_the_bucket_named(tmp_path, expec
         run(compiled, pair, range(3, 4))
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 def test_an_error_that_is_no_disks_leaves_the_states_as_they_are(tmp_path, monkeypatch, expected):
     """As without files: updates that have run have run, and the next step goes on."""
 
@@ -221,6 +221,7 @@ def test_an_error_that_is_no_disks_leaves_the_states_as_they_are(tmp_path, monke
     assert_same(failing(files(tmp_path, TWO_BUCKETS)), failing(offload))
 
 
+@pytest.mark.nightly
 def test_states_are_let_go_of_when_no_update_writes_to_them_any_more(tmp_path, monkeypatch):
     pair = built()
     compiled = zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS))
@@ -253,7 +254,7 @@ def _interrupted(*_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("method", ("arrive", "leave"))
+@pytest.mark.parametrize("method", ("arrive", nightly("leave")))
 @pytest.mark.parametrize("at", only((1,), range(3)))
 def test_who_interrupts_a_states_coming_or_going_finds_them_all_there(
     method, at, tmp_path, monkeypatch

@@ -129,9 +129,9 @@ def check_every_byte_moves(found):
 TWO_BUCKETS = 4 * PAGE  # of AdamW's two moments, each of which begins at a page
 
 
-@pytest.mark.slow(reason="a step with files and one without, on two ranks")
-@pytest.mark.parametrize("world_size", (nightly(1), 2))
-@pytest.mark.parametrize("stage", only((3,), (1, 2, 3)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("stage", (1, 2, 3))
 @pytest.mark.parametrize("step", (exhaustive(plain), clipped))
 def test_losses_parameters_and_states_are_bitwise_those_without_offload(
     step, stage, world_size, ranks, tmp_path
@@ -188,6 +188,7 @@ def test_sgd_with_momentum_is_bitwise_the_same(stage, ranks, tmp_path):
     check_every_byte_moves(ranks(2).run(both, *arguments))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "make", [maxima, exhaustive(torch.optim.Adagrad), exhaustive(torch.optim.RMSprop)]
 )
@@ -196,15 +197,16 @@ def test_other_optimizers_are_bitwise_the_same(make, tmp_path):
     assert_same(filed[:3], without[:3])
 
 
+@pytest.mark.nightly
 def test_an_optimizer_without_states_needs_no_files_room(tmp_path):
     pair, compiled = built(make=torch.optim.SGD), zero(**files(tmp_path))
     other = built(make=torch.optim.SGD)
     losses = run(compiled, pair, range(3))
-    assert losses == run(zero(), other, range(3))
+    assert losses == run(plain, other, range(3))
     assert program_of(compiled).runtime.files is None
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", only(("masters, int8 moments",), PRECISIONS))
 def test_precision_options_are_bitwise_the_same(name, tmp_path):
     with mock.patch("zerofx.codegen.rewrite.storage.FEWEST_CODED", 64):
@@ -231,7 +233,7 @@ def relaid(name):
     )
 
 
-@pytest.mark.parametrize("name", only(("plain", "masters, int8 moments"), ["plain", *PRECISIONS]))
+@pytest.mark.parametrize("name", only(("plain",), ["plain", *PRECISIONS]))
 def test_room_is_reserved_for_just_what_will_be_kept(name, tmp_path):
     options = {**SMALL_BUCKETS, **PRECISIONS.get(name, {}), **files(tmp_path)}
     dtype = torch.bfloat16 if name in PRECISIONS else torch.float32
@@ -463,16 +465,15 @@ def test_what_the_user_writes_between_steps_is_trained_on(ranks, tmp_path):
 
 
 def test_a_state_that_the_user_replaces_is_the_one_that_is_used(tmp_path):
-    def replaced(options):
-        torch._dynamo.reset()
-        pair, compiled = built(), zero(**SMALL_BUCKETS, **options)
-        run(compiled, pair, range(2))
+    def replaced(step):
+        pair = built()
+        run(step, pair, range(2))
         state = pair[1].state[pair[0].head.weight]
         state["exp_avg"] = torch.full(state["exp_avg"].shape, 0.5)
         state["step"] += 3
-        return run(compiled, pair, range(2, 5)), pair[1].state_dict()
+        return run(step, pair, range(2, 5)), pair[1].state_dict()
 
-    assert_same(replaced(files(tmp_path, TWO_BUCKETS)), replaced({}))
+    assert_same(replaced(zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS))), replaced(plain))
 
 
 # What a user reads between steps
@@ -543,8 +544,9 @@ def test_a_step_that_reads_a_state_itself_is_refused_and_nothing_has_changed(tmp
     with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
         run(zero(adds_a_state, **files(tmp_path)), pair, range(2))
     losses += run(compiled, pair, range(2, 4))
-    expected = trained(plain, {})
-    assert_same((losses, *(part.state_dict() for part in pair)), expected[:3])
+    expected = built()
+    assert losses == run(plain, expected, range(4))
+    assert_same(*([part.state_dict() for part in parts] for parts in (pair, expected)))
 
 
 def test_a_stub_that_has_been_replaced_is_refused(tmp_path):
@@ -611,6 +613,7 @@ def test_the_cache_has_a_bound_of_its_own_if_none_is_given(tmp_path, monkeypatch
     assert program_of(compiled).runtime.files.tier.cache.memory_bytes == 5 * 10**8 // 4
 
 
+@pytest.mark.nightly
 def test_two_of_the_largest_buckets_fit_if_none_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(HostMemory, "available_bytes", lambda self: 50_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -650,6 +653,7 @@ def test_explain_says_what_is_in_files(tmp_path):
     pair, compiled = built(), zero(**SMALL_BUCKETS, **files(tmp_path, TWO_BUCKETS))
     run(compiled, pair, range(2))
     text = zerofx.explain(compiled)
+    assert "offload_tier nvme" in program_of(compiled).rewritten.schedule, "ranks agree"
     runtime = program_of(compiled).runtime
     nbytes = sum(bucket.nbytes for bucket in runtime.files.buckets)
     for line in (
@@ -690,6 +694,7 @@ def refused(error, words, options, pair=None):
     assert not pair[1].state and REGISTRY.lookup(pair[0].head.weight) is None
 
 
+@pytest.mark.nightly
 def test_a_number_of_ranks_here_that_is_none_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
     refused(StepError, r"LOCAL_WORLD_SIZE is 'two', .* a number from 1 on", files(tmp_path))
@@ -709,10 +714,12 @@ def test_no_room_on_the_disk_is_refused_with_the_numbers(tmp_path, on_system):
     assert open_in(tmp_path) == os.listdir(tmp_path) == []
 
 
+@pytest.mark.nightly
 def test_a_directory_that_does_not_exist_is_refused(tmp_path):
     refused(FileTierError, "does not exist", files(tmp_path / "missing"))
 
 
+@pytest.mark.nightly
 def test_what_is_no_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     refused(FileTierError, "is not a directory", files(tmp_path / "file"))
@@ -723,6 +730,7 @@ class ReadOnly(SystemCalls):
         raise OSError(30, "Read-only file system")
 
 
+@pytest.mark.nightly
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path, on_system):
     on_system(ReadOnly())
     refused(FileTierError, "mounted read-only: remount it for writing", files(tmp_path))
@@ -733,6 +741,7 @@ class InMemory(SystemCalls):
         return "tmpfs"
 
 
+@pytest.mark.nightly
 def test_files_in_memory_are_warned_of(tmp_path, on_system):
     on_system(InMemory())
     with warnings.catch_warnings(record=True) as seen:
@@ -757,15 +766,18 @@ def test_no_room_for_the_cache_is_refused_with_the_numbers(tmp_path, monkeypatch
 
 
 @pytest.mark.slow(reason="two functions train over one model")
-def test_functions_that_disagree_about_the_cache_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    "options", ({"cache_bytes": 2 * LARGE}, nightly({"offload_checksums": True})), ids=str
+)
+def test_functions_that_disagree_about_the_cache_are_refused(options, tmp_path):
     pair = built()
     compiled = zero(**files(tmp_path, LARGE))
     run(compiled, pair, range(1))
-    for other in (files(tmp_path, 2 * LARGE), files(tmp_path, LARGE, offload_checksums=True)):
-        with pytest.raises(StepError, match="Give all of them the same"):
-            run(zero(clipped, **other), pair, range(1))
+    with pytest.raises(StepError, match="Give all of them the same"):
+        run(zero(clipped, **files(tmp_path, **options)), pair, range(1))
 
 
+@pytest.mark.nightly
 def test_ranks_that_disagree_about_the_tier_hear_of_it(ranks, tmp_path):
     with pytest.raises(Exception, match="offload_tier (nvme|cpu)"):
         ranks(2).run(train_with, [OFFLOAD, files(tmp_path)])
@@ -776,11 +788,13 @@ def train_in(directories):
     return run(zero(**files(directories[torch.distributed.get_rank()])), built(), range(1))
 
 
+@pytest.mark.nightly
 def test_a_rank_whose_directory_is_missing_is_named_to_the_others(ranks, tmp_path):
     with pytest.raises(Exception, match="does not exist"):
         ranks(2).run(train_in, [tmp_path, tmp_path / "missing"])
 
 
+@pytest.mark.nightly
 def test_states_that_are_there_already_are_not_lost_where_there_is_no_room(tmp_path, on_system):
     pair = built()
     run(zero(), pair, range(2))

@@ -10,7 +10,6 @@ import torch
 
 import tests.conftest  # noqa: F401
 import zerofx
-from tests.kit.covering import only
 from tests.kit.files import Failing, files_of
 from tests.kit.trainings import (
     assert_same,
@@ -98,6 +97,7 @@ def test_what_a_failing_disk_leaves_is_lost_until_all_of_a_checkpoint_is_loaded(
     assert run(compiled, pair, range(2, 5)) == expected[2:5]
 
 
+@pytest.mark.nightly
 def test_a_bit_flip_in_a_shard_is_found_with_checksums(tmp_path, expected):
     pair = built()
     compiled = filed(tmp_path, PARAMS, 2 * 8192, offload_checksums=True)
@@ -144,8 +144,8 @@ def bound_value(parameter):
 PLACES = (0.05, 0.3, *(pytest.param(place, marks=pytest.mark.exhaustive) for place in (0.15, 0.45)))
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
-@pytest.mark.parametrize("place", only((0.3,), PLACES))
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", PLACES)
 def test_who_interrupts_a_step_before_its_updates_finds_all_as_it_was(place, tmp_path):
     found = interrupted_at(place, files(tmp_path, ALL, 6 * 8192))
     assert_same(found, interrupted_at(place, {}))

@@ -18,7 +18,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.kit.covering import first, only
+from tests.kit.covering import only
 from tests.kit.files import open_in
 from tests.kit.models import features
 from tests.kit.persistent import persistent_bytes
@@ -282,8 +282,8 @@ EVALUATIONS = [
 ]
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
-@pytest.mark.parametrize("order, has_option", first(1, EVALUATIONS))
+@pytest.mark.nightly
+@pytest.mark.parametrize("order, has_option", EVALUATIONS)
 def test_an_evaluation_beside_it_reads_the_same_values(order, has_option, tmp_path):
     filed = files(tmp_path, WITH_STATES, 2**15)
     (other,) = {*order} - {"train"}
@@ -327,7 +327,7 @@ def test_batches_that_grow_and_shrink_are_bitwise_the_same(stage, offload, tmp_p
     assert max(found[3]) >= 900 * 6 * 4, "it has grown"
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 def test_a_batch_that_is_too_large_for_the_cache_is_refused_and_smaller_ones_go_on(tmp_path):
     expected = sized((8, 4, 6, 8), {})
     pair, compiled = built(), zero(**SMALL_BUCKETS, **files(tmp_path, ALL, 5 * 8192))
@@ -399,6 +399,7 @@ def test_shards_that_find_no_room_to_come_back_to_are_not_lost(tmp_path, disk):
     assert found + run(filed, pair, [3]) == losses
 
 
+@pytest.mark.nightly
 def test_no_room_is_refused_with_the_numbers_and_nothing_has_changed(tmp_path, disk):
     disk.free = 5000
     pair = built()
@@ -412,7 +413,7 @@ def test_no_room_is_refused_with_the_numbers_and_nothing_has_changed(tmp_path, d
     assert REGISTRY.lookup(pair[0].head.weight) is None
 
 
-@pytest.mark.slow(reason="steps are compiled and run")
+@pytest.mark.nightly
 def test_a_cache_too_small_is_refused_and_the_least_it_names_is_enough(tmp_path):
     with pytest.raises(StepError, match="offload_cache_bytes=5000 is less than two of the largest"):
         run(zero(**SMALL_BUCKETS, **files(tmp_path, ALL, 5000)), built(), [0])

@@ -108,7 +108,7 @@ def with_batches(rows, stage):
     return found
 
 
-@pytest.mark.slow(reason="two ranks compile steps for several batches")
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", only((2,), (1, 2, 3)))
 def test_states_stay_alike_on_ranks_whose_batches_differ(stage, ranks):
     """The first batches leave one rank room for all states, the next ones the other rank."""

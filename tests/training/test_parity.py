@@ -170,10 +170,10 @@ def check(trained, world_size, stage, max_norm, *, lr=LR, lowering="eager") -> N
     assert_parity(mine, one, ddp)
 
 
-# The default suite.
+# Stages on two and three ranks.
 
 
-@pytest.mark.slow(reason="twenty steps of two ranks, of DDP and of one process")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "stage, max_norm",
     only(

@@ -190,7 +190,7 @@ def loaded(root: str, how: str):
     return seen, after
 
 
-@pytest.mark.slow(reason="two models of Hugging Face are built")
+@pytest.mark.nightly
 def test_dora_trains_as_in_torch():
     """It asks in which module the class of a weight is defined, which torch cannot trace."""
 
@@ -222,6 +222,7 @@ def test_saved_adapters_load_beside_a_fresh_base(how, saved_by_two, ranks):  # n
         assert after_again == after
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_adapters_has_their_bytes_and_no_others(saved_by_two):
     root, _ = saved_by_two
     entries = dcp.FileSystemReader(root / "adapters").read_metadata().state_dict_metadata

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.kit.covering import first, only
+from tests.kit.covering import nightly
 from tests.kit.models import features
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainings import assert_same, clipped, plain, program_of, run
@@ -103,7 +103,8 @@ def test_alone(step):
     assert len({(one["stage"], tuple(one["offload"])) for one in chosen}) > 1
 
 
-@pytest.mark.parametrize("step", first(0, (plain, clipped)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("step", (plain, clipped))
 def test_on_two_ranks(ranks, step):
     both = ranks(2).run(within, step, LIMITS)
     # Norms are summed shard by shard from stage 1 on, and whole at stage 0.
@@ -196,7 +197,7 @@ def evaluated_before(limit, **options):
     return [function_of(step).options for step in steps]
 
 
-@pytest.mark.slow(reason="steps are planned and compiled")
+@pytest.mark.nightly
 def test_an_evaluation_leaves_to_training_what_that_needs(ranks):
     """It would be fastest whole, and with all on the device."""
     for chosen in ranks(2).run(evaluated_before, 8_000_000):
@@ -214,48 +215,36 @@ def accumulating(model, optimizer, x, y, is_last):
     return loss.detach()
 
 
-def accumulated(limit):
-    """Return losses and states of calls of which each second updates, and what each has chosen."""
-    torch._dynamo.reset()
-    pair, found, chosen = built(), [], []
-    if limit is None:
-        options = {"lowering": "eager", "hardware": FIGURES}
-        step = torch.compile(accumulating, backend="zero", options=options)
-    else:
-        step = auto(accumulating, limit)
-    for number in range(4):
-        found.append(step(*pair, *features(number, 8), number % 2 == 1))
-        function = function_of(step)
-        chosen.append(function.choice and (function.options, function.choice.form))
-    return found, [each.state_dict() for each in pair], chosen
-
-
-@pytest.mark.slow(reason="steps are planned and compiled")
+@pytest.mark.slow(reason="a step is planned twice and compiled")
 def test_a_call_that_updates_chooses_with_the_states_that_it_will_have():
     limit = 20_000_000
-    expected, chosen = accumulated(None), accumulated(limit)
-    assert_same(chosen[:2], expected[:2])
-    (first, form), (then, with_states), *later = chosen[2]
+    pair, other, step = built(), built(), auto(accumulating, limit)
+    chosen = []
+    for number in range(4):
+        arguments = *features(number, 8), number % 2 == 1
+        assert step(*pair, *arguments) == accumulating(*other, *arguments)
+        function = function_of(step)
+        chosen.append((function.options, function.choice.form))
+    assert_same(*([each.state_dict() for each in parts] for parts in (pair, other)))
+    (first, form), (then, with_states), *later = chosen
     assert not first.offload and form.needs <= limit
     assert "optimizer" in then.offload and with_states.needs <= limit
     assert first.stage == then.stage and all(options is then for options, _ in later)
 
 
-@pytest.mark.slow(reason="steps are planned and compiled")
-def test_a_step_without_updates_leaves_room_for_states():
+@pytest.mark.slow(reason="a step is planned and compiled")
+@pytest.mark.parametrize("has_room", (True, nightly(False)))
+def test_a_step_without_updates_leaves_room_for_states_if_there_is_any(has_room):
     pair, x = built(), features(0, 8)[0]
     states = 2 * sum(parameter.nbytes for parameter in pair[0].parameters())
-    for options in ({}, {"stage": 3}):
-        for limit, room in ((10**9, states), (states, 0)):
-            torch._dynamo.reset()
-            pair = built()
-            step = auto(evaluate, limit, **options)
-            with torch.no_grad():
-                step(pair[0], x)
-            assert function_of(step).choice.limit == limit - room
+    limit = 10**9 if has_room else states
+    step = auto(evaluate, limit)
+    with torch.no_grad():
+        step(pair[0], x)
+    assert function_of(step).choice.limit == limit - states * has_room
 
 
-@pytest.mark.slow(reason="steps are planned and compiled")
+@pytest.mark.nightly
 def test_training_that_fits_no_stage_taken_over_is_told_whose_that_is():
     with pytest.raises(BudgetError) as raised:
         evaluated_before(1_000_000, stage=0, memory_limit=10**9)
@@ -264,27 +253,22 @@ def test_training_that_fits_no_stage_taken_over_is_told_whose_that_is():
 
 
 @pytest.mark.slow(reason="a step is planned and compiled")
-def test_it_says_what_it_has_chosen_and_why():
-    pair, compiled = built(), auto(plain, 10**9)
+def test_within_what_is_free_it_says_what_it_has_chosen_and_why():
+    pair, compiled = built(), auto(plain, None)
     run(compiled, pair, [0])
+    assert function_of(compiled).choice.limit > 2**20
     table = explain(compiled)
     assert re.search(r"chosen by plan=auto +stage \d", table), table
     assert "its matrix products alone take" in table
 
 
-@pytest.mark.slow(reason="a step is planned and compiled")
-def test_without_a_limit_it_is_what_is_free():
-    pair, compiled = built(), auto(plain, None)
-    run(compiled, pair, [0])
-    assert function_of(compiled).choice.limit > 2**20
-
-
-@pytest.mark.slow(reason="every form is tried, and on more ranks")
-def test_nothing_fits():
+@pytest.mark.slow(reason="every stage is tried, and on more ranks")
+@pytest.mark.parametrize("options", ({"offload": ()}, nightly({})), ids=str)
+def test_nothing_fits(options):
     with pytest.raises(
         BudgetError, match="memory_limit is 10 bytes, and the least.* with a smaller batch"
     ):
-        run(auto(plain, 10), built(), [0])
+        run(auto(plain, 10, **options), built(), [0])
 
 
 @pytest.mark.nightly
@@ -332,7 +316,7 @@ def test_what_reads_whole_states_has_stage_0():
     assert function_of(compiled).options.stage == 0
 
 
-@pytest.mark.slow(reason="functions are compiled that are taken over")
+@pytest.mark.nightly
 def test_it_is_refused_at_a_stage_that_is_given_or_taken_over():
     pair = built()
     plain(*pair, *features(0, 8))
@@ -350,7 +334,7 @@ def planned(limit, **options):
     return zerofx.plan(plain, given, ranks=2, options=options, memory_limit=limit)
 
 
-@pytest.mark.slow(reason="every stage is planned, and the greedy choice")
+@pytest.mark.nightly
 def test_it_is_never_predicted_slower_than_the_greedy_choice():
     choice = planned(17_500_000).choice  # stage 3 alone fits, and has room
     options = choice.options
@@ -364,13 +348,14 @@ def test_it_is_never_predicted_slower_than_the_greedy_choice():
     assert any("is within 0." in line for line in choice.reasons)
 
 
+@pytest.mark.nightly
 def test_the_scripts_own_limit_is_the_plans():
     options = {"plan": "auto", "memory_limit": 24_000_000, "offload": None}
     assert planned(None, **options).choice.limit == 24_000_000
 
 
-@pytest.mark.slow(reason="every stage is planned twice")
-@pytest.mark.parametrize("limit", only([24_000_000], LIMITS[:4]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("limit", LIMITS[:4])
 def test_the_command_chooses_what_ranks_do(ranks, limit):
     (mine, _) = ranks(2).run(trained, plain, limit)
     made = planned(limit)

@@ -192,5 +192,6 @@ def test_a_dumped_program_runs_again(tmp_path, capsys):
     assert "head.weight" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_alone_the_only_rank_rounds_too():
     assert_trains_alike([train_coded({})])

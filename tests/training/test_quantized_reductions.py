@@ -301,7 +301,7 @@ def share_and_drop():
     return is_shared, has_changed, in_one_bucket, not any(none.values()), is_new
 
 
-@pytest.mark.slow(reason="two ranks compile three programs")
+@pytest.mark.nightly
 def test_functions_of_a_model_share_errors_until_it_is_whole(ranks):
     assert ranks(2).run(share_and_drop) == [(True,) * 5] * 2
 

@@ -287,6 +287,7 @@ def test_two_functions_with_their_own_options_train_side_by_side(tmp_path):
     assert not list(tmp_path.glob("rank0/*/*prefetch*"))
 
 
+@pytest.mark.nightly
 def test_the_environment_is_read_at_each_functions_first_call(monkeypatch):
     first, second = zero(train_step, 3), zero(train_step, 3)
     trainings = [built(), built()]

@@ -111,10 +111,13 @@ OFFLOADED = {"offload": ["optimizer", "params"]}
 
 @pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize(
-    "stage, world_size, steps", [(3, 2, 8), nightly(3, 3, 12), nightly(1, 3, 12)]
+    "stage, world_size, steps, dry_from",
+    [(3, 2, 3, 1), nightly(3, 2, 8, 5), nightly(3, 3, 12, 5), nightly(1, 3, 12, 5)],
 )
-def test_ranks_without_data_leave_the_training_as_it_is(ranks, stage, world_size, steps):  # noqa: F811
-    check(ranks, world_size, steps, 5, {"loss": "global", "stage": stage})
+def test_ranks_without_data_leave_the_training_as_it_is(  # noqa: F811
+    ranks, stage, world_size, steps, dry_from
+):
+    check(ranks, world_size, steps, dry_from, {"loss": "global", "stage": stage})
 
 
 @pytest.mark.nightly
@@ -291,7 +294,7 @@ def test_a_compiled_method_may_stop():
     assert len(made) == 1, "the program is the other trainer's"
 
 
-@pytest.mark.slow(reason="ranks compile and train")
+@pytest.mark.nightly
 def test_of_two_steps_from_one_function_it_is_the_right_one(ranks):  # noqa: F811
     assert ranks(2).run(step_two_models) == [(True, True)] * 2
 
@@ -410,7 +413,7 @@ def train_with_a_rate(gives: bool):
 
 
 @pytest.mark.slow(reason="ranks compile and train")
-@pytest.mark.parametrize("is_first", (False, True))
+@pytest.mark.parametrize("is_first", (nightly(False), True))
 def test_it_may_be_given_arguments_even_before_the_first_call(ranks, is_first):  # noqa: F811
     assert ranks(2).run(train_with_a_rate, is_first) == pytest.approx([0.25, 0.25])
 
@@ -482,7 +485,7 @@ def accumulating(x, n):
     return compiled
 
 
-@pytest.mark.parametrize("n", (2, torch.tensor(2.0)))
+@pytest.mark.parametrize("n", (2, nightly(torch.tensor(2.0))))
 def test_a_count_of_several_calls_cannot_be_partly_without_data(n):
     accumulate, update = accumulating(torch.ones(1, 2), n)
     with pytest.raises(StepError, match="zerofx.global_count"):
