@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import operator
@@ -63,17 +64,17 @@ class Process:
         self.is_closed = True
 
 
+def uncompiled(region, values):
+    return _Compiled(region._run_operators, lambda values: True)
+
+
 @pytest.fixture
 def process(monkeypatch):
     """The one process of all ranks of a test."""
     one = Process()
     monkeypatch.setattr(at_once, "CompileProcess", lambda: one)
     monkeypatch.setattr(CompiledRegion, "_known", {})
-
-    def compiled(region, values):
-        return _Compiled(region._run_operators, lambda values: True)
-
-    monkeypatch.setattr(CompiledRegion, "_compile", compiled)
+    monkeypatch.setattr(CompiledRegion, "_compile", uncompiled)
     monkeypatch.setattr(AtOnce, "_most", lambda self: 9)
     return one
 
@@ -448,7 +449,7 @@ def test_ranks_whose_shapes_change_in_other_steps(ranks, stage):  # noqa: F811
         assert torch.equal(mine, its)
 
 
-@pytest.mark.slow(reason="another process imports torch")
+@pytest.mark.nightly
 def test_the_process_ends_when_it_is_told_to_though_others_hold_its_pipe():
     process = CompileProcess()
     held = os.dup(process._process.stdin.fileno())
@@ -457,6 +458,18 @@ def test_the_process_ends_when_it_is_told_to_though_others_hold_its_pipe():
     os.close(held)
 
 
+@contextlib.contextmanager
+def compiling_nothing():
+    """Ranks run regions operator by operator, and no process beside them compiles any."""
+    with (
+        mock.patch.object(at_once, "CompileProcess", Process),
+        mock.patch.object(CompiledRegion, "_known", {}),
+        mock.patch.object(CompiledRegion, "_compile", uncompiled),
+    ):
+        yield
+
+
+@compiling_nothing()
 def fail_alone():
     model = Tower(200)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -473,17 +486,18 @@ def fail_alone():
             step(model, optimizer, torch.ones(4, 6), torch.ones(4, 3))
 
 
-@pytest.mark.slow(reason="ranks compile")
+@pytest.mark.slow(reason="ranks trace")
 def test_a_rank_that_cannot_compile_is_heard_where_a_step_begins(ranks):  # noqa: F811
     ranks(2).run(fail_alone, timeout_s=100.0)
 
 
+@compiling_nothing()
 def start_apart():
     start = "at_once" if torch.distributed.get_rank() else "compiled"
     with pytest.raises(AgreementError, match="start: compiled"):
         trained({"start": start}, rows=(8,))
 
 
-@pytest.mark.slow(reason="ranks compile")
+@pytest.mark.slow(reason="ranks trace")
 def test_ranks_that_start_otherwise_are_told(ranks):  # noqa: F811
     ranks(2).run(start_apart)

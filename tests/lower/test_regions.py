@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx  # noqa: F401 - makes the backend known
 from tests.kit.coded_reductions import NODES, wide_mlp
-from tests.kit.covering import first
+from tests.kit.covering import first, nightly
 from tests.kit.programs import capture, mlp_step, rewritten
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from zerofx import compat
@@ -106,7 +106,9 @@ def computed_alike(captured, **options):
     return {node.target for one in marked for node in one.gm.graph.nodes}
 
 
-@pytest.mark.parametrize(("stage", "axes"), [(0, ()), (1, ()), (3, ()), (1, NODES), (3, NODES)])
+@pytest.mark.parametrize(
+    ("stage", "axes"), [(0, ()), nightly(1, ()), (3, ()), nightly(1, NODES), (3, NODES)]
+)
 def test_regions_that_replicas_have_alike_add_up_in_one_order(stage, axes):
     """Norms of averaged gradients: Inductor would time its configurations on each rank."""
     targets = computed_alike(wide_mlp(axes=axes, clip=True), stage=stage)

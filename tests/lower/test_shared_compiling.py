@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
+import time
+from multiprocessing import connection
 from unittest import mock
 
 import pytest
@@ -18,19 +18,18 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit.models import squared_loss
-from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.ranks import ranks_fixture, start  # noqa: F401
 from zerofx import compat
 from zerofx.compat.compile_cache import LOCKS, turn_to_compile
 from zerofx.lower.regions import CompiledRegion
 
-HOLDS = """
-import os, sys, time
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.argv[1]
-from zerofx.compat.compile_cache import turn_to_compile
-with turn_to_compile("a program"):
-    print("held", flush=True)
-    time.sleep(600)
-"""
+
+def hold(folder: str, held: connection.Connection) -> None:
+    """Have a program's turn in a process of its own, until that is killed."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    with turn_to_compile("a program"):
+        held.send("held")
+        time.sleep(600)
 
 
 @pytest.fixture
@@ -39,18 +38,21 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.slow(reason="another process imports torch")
+@pytest.mark.usefixtures("ranks")  # so that what processes are forked from is there
 def test_a_program_is_compiled_by_one_process_until_that_has_ended(cache):
-    holder = subprocess.Popen([sys.executable, "-c", HOLDS, cache], stdout=subprocess.PIPE)
-    assert holder.stdout.readline() == b"held\n"
+    context = multiprocessing.get_context("forkserver")
+    held, says = context.Pipe()
+    holder = context.Process(target=hold, args=(str(cache), says), daemon=True)
+    start(holder, 0)
+    assert held.recv() == "held"
     with turn_to_compile("a program", waits=False) as is_mine:
         assert not is_mine
     with turn_to_compile("another program", waits=False) as is_mine:
         assert is_mine
-    holder.send_signal(signal.SIGKILL)
+    holder.kill()
     with turn_to_compile("a program") as is_mine:
         assert is_mine
-    holder.wait()
+    holder.join()
     assert [path.name for path in cache.glob("zerofx*")] == [LOCKS]
 
 

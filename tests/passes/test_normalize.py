@@ -1,5 +1,7 @@
 """normalize: one operator per tensor, no copies into fresh memory, the same results bit by bit."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -30,8 +32,11 @@ def trace(function, *inputs, roles=()):
     return gm
 
 
-def lowered(function, *inputs):
-    """``function`` after AOTAutograd, with the decompositions that capture asks for."""
+def lowered(function, *inputs, least=1):
+    """``function`` after AOTAutograd, with the decompositions that capture asks for.
+
+    Traced, it has so many foreach operators at least.
+    """
     programs = []
 
     def keep(gm, _inputs):
@@ -39,7 +44,7 @@ def lowered(function, *inputs):
         return gm
 
     recorded = trace(function, *inputs)
-    assert any(map(is_foreach, targets(recorded)))
+    assert sum(map(is_foreach, targets(recorded))) >= least
     compat.aot.trace_to_aten(recorded, list(inputs), keep)
     return programs[0]
 
@@ -104,23 +109,36 @@ FOREACH |= {
 }
 
 
-@pytest.mark.parametrize("function", FOREACH.values(), ids=FOREACH)
-def test_a_foreach_operator_becomes_one_operator_per_tensor(function):
-    def of_inputs(a0, a1, b0, b1, c0, c1, s):
-        # Copies, so that what writes in place writes to memory of the program.
-        return list(function([a0 + 0, a1 + 0], [b0, b1], [c0, c1], s))
+def results_of(function, a0, a1, b0, b1, c0, c1, s):
+    # Copies, so that what writes in place writes to memory of the program.
+    return list(function([a0 + 0, a1 + 0], [b0, b1], [c0, c1], s))
 
+
+@functools.cache
+def all_foreach():
+    """Inputs, and by name what a program of all operators computes of them."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 3), (4,)] * 3 + [()]
     inputs = [torch.rand(shape, generator=generator) * 0.8 + 0.1 for shape in shapes]
-    gm = lowered(of_inputs, *inputs)
+
+    def all_of(*inputs):
+        return [one for function in FOREACH.values() for one in results_of(function, *inputs)]
+
+    gm = lowered(all_of, *inputs, least=len(FOREACH))
     assert not any(map(is_foreach, targets(gm)))
-    for actual, expected in zip(gm(*inputs), of_inputs(*inputs), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-        assert actual.dtype == expected.dtype
     for node in gm.graph.nodes:
         if node.op == "call_function":
             assert node.meta["val"] is not None
+    computed = iter(gm(*inputs))
+    return inputs, {name: [next(computed), next(computed)] for name in FOREACH}
+
+
+@pytest.mark.parametrize("name", FOREACH)
+def test_a_foreach_operator_becomes_one_operator_per_tensor(name):
+    inputs, computed = all_foreach()
+    for actual, expected in zip(computed[name], results_of(FOREACH[name], *inputs), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        assert actual.dtype == expected.dtype
 
 
 def test_metadata_of_the_single_operators_is_their_own():
