@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.codegen import work as works
 from tests.codegen.test_kernel import ONE_NUMBER_BYTES, bytes_allocated
-from tests.kit.covering import first, nightly
+from tests.kit.covering import first, nightly, only
 from tests.runtime.optimizer.test_update import layout
 from zerofx import compat
 from zerofx.codegen import kernel
@@ -113,7 +113,7 @@ def test_the_kernel_does_bitwise_what_is_done_before_it(name, kernels):
     assert kernels
 
 
-@pytest.mark.parametrize("name", first(4, CASES))
+@pytest.mark.parametrize("name", only(("clipped, in bf16",), CASES))
 def test_split_it_does_so_too(name, kernels, monkeypatch):
     monkeypatch.setattr(compat.inductor, "CompiledForAnyLength", lambda gm: gm)
     assert_bitwise_alike(name)

@@ -112,7 +112,9 @@ def train(name, lengths, steps, kernels):
         run.check()
 
 
-@pytest.mark.parametrize("name", first(8, sorted(VARIANTS)))
+@pytest.mark.parametrize(
+    "name", only(("adadelta_decay", "adam_amsgrad", "sgd_nesterov"), sorted(VARIANTS))
+)
 def test_the_split_update_is_as_exact_as_torchs(name, uncompiled, kernels):
     train(name, (1, 127), STEPS, kernels)
 
@@ -324,7 +326,7 @@ def test_an_update_that_makes_up_for_its_rounding_finds_it(update, dtype, kernel
 
 
 @pytest.mark.parametrize(
-    "name, value", first(15, each_value(sorted(VARIANTS), (math.nan, math.inf, -math.inf)))
+    "name, value", first(3, each_value(sorted(VARIANTS), (math.nan, math.inf, -math.inf)))
 )
 def test_what_is_not_finite_goes_where_torch_puts_it(name, value, uncompiled):
     assert_not_finite_as_in_torch(name, value)

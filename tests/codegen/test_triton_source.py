@@ -62,7 +62,7 @@ def test_every_golden_kernel_has_its_variant():
     assert {path.stem for path in GOLDEN.glob("*.py")} == set(VARIANTS)
 
 
-@pytest.mark.parametrize("name", first(16, VARIANTS))
+@pytest.mark.parametrize("name", first(4, VARIANTS))
 def test_what_is_emitted_is_python_and_says_where_each_statement_is_from(name):
     source = emitted(name)
     module = ast.parse(source)
@@ -80,7 +80,7 @@ def test_what_is_emitted_is_python_and_says_where_each_statement_is_from(name):
             assert ".py:" in above or is_said, text
 
 
-@pytest.mark.slow(reason="eight kernels' sources are run")
+@pytest.mark.nightly
 def test_adamw_moves_as_many_bytes_as_it_must():
     of_variant = {
         "adamw_bf16_gradient": 26,
