@@ -9,7 +9,7 @@ from tests.kit.planted.verdicts import verdicts
 from zerofx.cli.training_runs import Command
 
 SOME = 12
-"""By default one bug of so many is planted."""
+"""One bug of so many is planted in a night, all in an exhaustive run."""
 
 QUICK = ("layers, everything in files", "convolutions, two optimizers")
 
@@ -22,7 +22,7 @@ def survivors_without_a_reason(name, is_chosen):
     return [str(one) for one in found if one.survived and not one.why]
 
 
-@pytest.mark.slow(reason="one planted bug in twelve is looked for")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", QUICK)
 def test_some_bugs_are_found_or_are_none(name):
     assert survivors_without_a_reason(name, lambda number: number % SOME == 0) == []

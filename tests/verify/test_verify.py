@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from tests.kit.covering import only
 from tests.kit.programs import (
     Captured,
     assert_same_numerics,
@@ -572,7 +573,11 @@ class Mutant:
     role: str
     operator: str
     killed: bool
-    numerics: str
+    program: Captured
+
+    @functools.cached_property
+    def numerics(self) -> str:
+        return _numerics(self.program, expected())
 
 
 def delete(program: Captured, node: fx.Node) -> bool:
@@ -609,11 +614,19 @@ def change_number(program: Captured, node: fx.Node) -> bool:
     return True
 
 
+def mutated() -> Captured:
+    return rewritten(mlp_step(2, clip=True))
+
+
+@functools.cache
+def expected():
+    return execute(mutated())
+
+
 @functools.cache
 def mutants() -> tuple[Mutant, ...]:
     """Every mutant of a clipped two-layer program at stage 3 on two ranks."""
-    good = rewritten(mlp_step(2, clip=True))
-    expected = execute(good)
+    good = mutated()
     inserted = [node.name for node in good.graph.nodes if provenance(node)]
     found = []
     for mutate in (delete, free_earlier, change_number):
@@ -623,7 +636,7 @@ def mutants() -> tuple[Mutant, ...]:
             what = role(node), name_of(node.target)
             if mutate(program, node):
                 killed = not _accepted(program)
-                found.append(Mutant(mutate.__name__, *what, killed, _numerics(program, expected)))
+                found.append(Mutant(mutate.__name__, *what, killed, program))
     return tuple(found)
 
 
@@ -656,7 +669,7 @@ COMMUNICATION = {
 }
 
 
-@pytest.mark.slow(reason="every mutant of every program")
+@pytest.mark.slow(reason="every mutant is verified")
 def test_mutants_of_communication_and_memory_are_all_killed():
     """But for the small all-reduce that completes norms, whose sum the verifier does not know."""
     missed = [m for m in mutants() if m.operator in COMMUNICATION and not m.killed]
@@ -678,12 +691,14 @@ def test_most_mutants_are_killed():
     assert killed / len(mutants()) >= 0.64
 
 
+@pytest.mark.nightly
 def test_every_mutant_that_the_verifier_misses_shows_in_the_numerics_or_changes_nothing():
     missed = [mutant for mutant in mutants() if not mutant.killed]
     harmless = Counter((m.kind, m.role) for m in missed if m.numerics == "same")
     assert set(harmless) <= {("delete", "whole"), ("delete", "flatten"), ("delete", "mask_padding")}
 
 
+@pytest.mark.nightly
 def test_mutants_are_not_all_harmless():
     """The judge judges: most mutants do change what is computed."""
     outcome = Counter(mutant.numerics for mutant in mutants())
@@ -725,7 +740,7 @@ def test_a_gradient_may_be_assigned_to_a_parameter_that_has_none_of_its_own(stag
     assert_same_numerics(execute(captured), execute(program), bitwise=False)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", only((3,), range(4)))
 def test_a_gradient_may_be_replaced_by_zeros_after_clipping(stage):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
