@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.kit.covering import only
 from tests.kit.programs import capture, nodes_of
 from zerofx.ir import ops
 from zerofx.ir.samples.views import reshaped
@@ -40,7 +41,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("way", PARTS)
+@pytest.mark.parametrize("way", only(("chunk", "joined again"), PARTS))
 def test_a_part_of_a_batch_has_as_many_samples_as_it_is_long(way):
     """Or a view behind would take its tokens for samples, which attention mixes."""
     model = nn.MultiheadAttention(6, 2, batch_first=True)
