@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.kit import programs
 from tests.kit.coded_reductions import AXES, NODES, by_the_formula, wide_mlp
-from tests.kit.covering import each_pair, each_value
+from tests.kit.covering import each_pair, nightly
 from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
@@ -45,7 +45,10 @@ def assert_is_the_formula(captured, monkeypatch, codes, feedback, **options):
     assert_same_numerics(wanted, found)
 
 
-@pytest.mark.parametrize(("code", "stage"), each_pair(("bfloat16", "int8", "int4"), (1, 2, 3)))
+@pytest.mark.parametrize(
+    ("code", "stage"),
+    each_pair(("bfloat16", "int8", "int4"), (1, 2, 3), default=[("int4", 3)]),
+)
 def test_computes_the_formula(code, stage, monkeypatch):
     captured = wide_mlp(num_steps=STEPS)
     options = on(code, process_group=None)
@@ -54,9 +57,10 @@ def test_computes_the_formula(code, stage, monkeypatch):
 
 @pytest.mark.parametrize(
     ("codes", "stages"),
-    each_value(
+    each_pair(
         ({"node": "int4"}, {"gpu": "int8", "node": "int4"}, {"gpu": "int4"}),
         [(1, 0), (3, 0), (2, 1), (3, 3)],
+        default=[({"gpu": "int8", "node": "int4"}, (3, 0))],
     ),
     ids=str,
 )
@@ -177,8 +181,15 @@ def error_of_mean(kept, captured) -> torch.Tensor:
     return total.view(40, 40) / captured.world_size
 
 
-@pytest.mark.parametrize("outer_stage", (0, 1, 2))
-@pytest.mark.parametrize("codes", ({"node": "int4"}, {"gpu": "int4", "node": "int4"}), ids=str)
+@pytest.mark.parametrize(
+    ("codes", "outer_stage"),
+    each_pair(
+        ({"node": "int4"}, {"gpu": "int4", "node": "int4"}),
+        (0, 1, 2),
+        default=[({"node": "int4"}, 1), ({"gpu": "int4", "node": "int4"}, 0)],
+    ),
+    ids=str,
+)
 def test_nothing_is_lost_for_good(kept, codes, outer_stage):
     """All that has been applied, and what is kept, are the sum of all exact gradients."""
     captured = one_matrix(4, NODES, outer_stage, num_steps=STEPS)
@@ -229,8 +240,7 @@ def test_a_number_that_a_module_calls_its_scale_is_none():
     assert not any(input_role(node).is_loss_scale for node in placeholders(captured.graph))
 
 
-@pytest.mark.parametrize("interval", (2000, 1))
-@pytest.mark.parametrize("axes", ((), NODES))
+@pytest.mark.parametrize(("axes", "interval"), each_pair(((), NODES), (2000, 1), default=[((), 1)]))
 def test_errors_are_in_units_of_gradients_that_are_not_scaled(kept, axes, interval):
     """By a power of two all is the same, bitwise; also if the scale grows within the step."""
     found = []
@@ -251,7 +261,7 @@ def test_errors_are_in_units_of_gradients_that_are_not_scaled(kept, axes, interv
         assert error.any() and torch.equal(error, others[key])
 
 
-@pytest.mark.parametrize("axes", ((), NODES))
+@pytest.mark.parametrize("axes", [nightly(()), NODES])
 @pytest.mark.parametrize("value", (math.inf, math.nan))
 def test_a_step_that_is_skipped_keeps_what_was_kept(kept, axes, value):
     captured = one_matrix(4, axes, scale=8.0)

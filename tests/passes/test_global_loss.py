@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.kit.covering import each_value, only
 from tests.kit.programs import assert_same_numerics, capture, execute, nodes_of, rewritten
 from zerofx.ir import ops
 from zerofx.ir.graph import is_backward
@@ -43,8 +44,9 @@ def starts(captured):
     return nodes_of(captured, ops.all_reduce_start)
 
 
-@pytest.mark.parametrize("axes", ((), (("node", 2), ("gpu", 2))))
-@pytest.mark.parametrize("micro_batches", (1, 2))
+@pytest.mark.parametrize(
+    ("micro_batches", "axes"), each_value((1, 2), ((), (("node", 2), ("gpu", 2))))
+)
 def test_it_computes_what_capture_has_marked(micro_batches, axes):
     captured = counted_step(micro_batches, axes)
     assert nodes_of(captured, ops.over_ranks)
@@ -53,7 +55,7 @@ def test_it_computes_what_capture_has_marked(micro_batches, axes):
     assert_same_numerics(execute(captured), execute(after), bitwise=False)
 
 
-@pytest.mark.parametrize("micro_batches", (1, 2))
+@pytest.mark.parametrize("micro_batches", only((1,), (1, 2)))
 def test_all_counts_travel_together_before_forward_and_results_behind_the_loss(micro_batches):
     after = summed(counted_step(micro_batches))
     counts, results = starts(after)
@@ -83,7 +85,7 @@ def test_by_rank_there_is_nothing_to_do():
     assert not starts(summed(captured))
 
 
-@pytest.mark.parametrize("loss", ("rank", "global"))
+@pytest.mark.parametrize("loss", only(("global",), ("rank", "global")))
 def test_statistics_of_batch_norms_are_summed_up_one_after_the_other(loss):
     """Those of a batch, which could go to the front, are computed of each other."""
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.kit.covering import first, only
+from tests.kit.covering import nightly, only
 from tests.kit.offloaded_programs import (
     MOVES,
     STEPS,
@@ -78,10 +78,11 @@ ALL_STEPS = {**STEPS, "arithmetic": arithmetic_step}
 
 EXHAUSTIVE = pytest.mark.exhaustive
 CASES = [
-    *((name, 2, {}) for name in ALL_STEPS if name != "layers"),
-    *((name, 1, {}) for name in ("smallest", "tied", "twice")),
-    ("tied", 3, {"prefetch": False, "bucket": False}),
-    ("arithmetic", 2, {"update_in_backward": False, "bucket": False}),
+    *((name, 2, {}) for name in ("smallest", "arithmetic")),
+    *(nightly(name, 2, {}) for name in ("clipped", "tied", "twice")),
+    *(nightly(name, 1, {}) for name in ("smallest", "tied", "twice")),
+    nightly("tied", 3, {"prefetch": False, "bucket": False}),
+    nightly("arithmetic", 2, {"update_in_backward": False, "bucket": False}),
     *(
         pytest.param(name, world_size, options, marks=EXHAUSTIVE)
         for name in ALL_STEPS
@@ -94,7 +95,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, world_size, variant", first(6, CASES))
+@pytest.mark.parametrize("name, world_size, variant", CASES)
 def test_computes_bitwise_what_it_did(name, world_size, variant):
     step = ALL_STEPS[name]()
     bucket = variant.get("bucket", True)
@@ -208,6 +209,7 @@ def test_copy_gather_and_compute_are_a_pipeline():
         assert start < move < wait < next_start
 
 
+@pytest.mark.nightly
 def test_in_a_world_of_one_the_copy_alone_is_ahead():
     program = rewritten(mlp_step(6), world_size=1, stage=3, **PLACED, prefetch=True)
     gathers = gathers_in_order(program)
@@ -230,7 +232,7 @@ SLOW_COPIES = "latency_s=1e-6 bytes_per_s=1e12 copy_bytes_per_s=1e6"
 FAST_COPIES = "latency_s=1e-6 bytes_per_s=1e12 copy_bytes_per_s=1e18"
 
 
-@BOTH
+@pytest.mark.parametrize("options", [PLACED, nightly(WITH_STATES)], ids=("params", "all"))
 @pytest.mark.parametrize("room", only((200,), (0, 200)))
 def test_with_a_budget_copies_start_as_early_as_they_need_and_it_allows(options, room):
     step = mlp_step(6)

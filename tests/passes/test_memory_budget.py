@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.kit.covering import only
 from tests.kit.programs import (
     assert_same_numerics,
     capture,
@@ -53,7 +54,7 @@ def test_with_plenty_every_parameter_is_gathered_once():
     assert gathers(within(PLENTY)) == 12
 
 
-@pytest.mark.parametrize("prefetch", (False, True))
+@pytest.mark.parametrize("prefetch", only((True,), (False, True)))
 def test_more_memory_means_fewer_gathers_and_the_budget_holds(prefetch):
     least = peak_of(within(None, prefetch=prefetch))
     most = peak_of(within(PLENTY, prefetch=prefetch))
@@ -89,6 +90,7 @@ def test_too_small_a_budget_says_what_would_do():
     assert peak_of(within(smallest)) <= smallest <= 1.05 * peak_of(within(None))
 
 
+@pytest.mark.nightly
 def test_wires_count():
     coded = {"gather_dtype": "int8", "bucket": True}
     with pytest.raises(StepError, match="allocates") as caught:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.kit.covering import each_pair, only
 from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
@@ -88,15 +89,16 @@ def test_update_goes_on_with_what_its_owner_has_computed():
     )
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("clip", (False, True))
+@pytest.mark.parametrize(
+    ("clip", "stage"), each_pair((False, True), STAGES, default=[(False, 1), (False, 3), (True, 2)])
+)
 def test_every_stage_computes_the_captured_step(stage, clip):
     step = muon_step(clip)
     ranks = rewritten_by_rank(step, stage=stage, update_in_backward=True)
     assert_same_numerics(execute(step), execute(ranks), bitwise=not clip)
 
 
-@pytest.mark.parametrize("world_size", (1, 3, 5))
+@pytest.mark.parametrize("world_size", only((3,), (1, 3, 5)))
 def test_any_number_of_ranks_computes_the_captured_step(world_size):
     step = muon_step()
     ranks = rewritten_by_rank(step, world_size)
@@ -219,7 +221,7 @@ def test_an_own_step_takes_parameters_and_gives_new_values(stage, owner):
     assert re.search("Lamb chooses what to do by the value of a tensor", provenance(node).reason)
 
 
-@pytest.mark.parametrize("stage", (0, *STAGES))
+@pytest.mark.parametrize("stage", only((0, 3), (0, *STAGES)))
 def test_every_stage_computes_the_captured_own_step(stage):
     step = lamb_step()
     assert_same_numerics(execute(step), execute(rewritten_by_rank(step, stage=stage)), bitwise=True)

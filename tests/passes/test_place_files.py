@@ -5,7 +5,7 @@ import operator
 import pytest
 import torch
 
-from tests.kit.covering import each_pair
+from tests.kit.covering import each_pair, nightly
 from tests.kit.offloaded_programs import (
     FACTS,
     OFFLOADED,
@@ -74,7 +74,15 @@ def test_leaves_a_program_without_updates_alone():
     assert listing(program) == listing(rewritten(evaluation(), stage=3, bucket=True))
 
 
-@pytest.mark.parametrize("name, stage, world_size", each_pair(STEPS, (1, 2, 3), (1, 2)))
+@pytest.mark.parametrize(
+    "name, stage, world_size",
+    each_pair(
+        STEPS,
+        (1, 2, 3),
+        (1, 2),
+        default=[("smallest", 1, 1), ("layers", 2, 2), ("tied", 1, 2), ("twice", 2, 1)],
+    ),
+)
 def test_computes_bitwise_what_it_did_and_every_update_has_its_states(name, stage, world_size):
     step = STEPS[name]()
     before = rewritten_by_rank(step, world_size, stage=stage, **OFFLOADED)
@@ -205,8 +213,8 @@ def files_of(cache_bytes):
 @pytest.mark.parametrize(
     "options, per_element",
     [
-        ({}, 4),
-        ({"master_weights": True}, 12),
+        nightly({}, 4),
+        nightly({"master_weights": True}, 12),
         ({"moment_dtype": "bfloat16", "master_weights": True}, 8),
     ],
 )

@@ -103,7 +103,7 @@ def test_every_update_runs_on_the_host(name, stage):
             assert operands.parameter in start.args[3]
 
 
-@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("stage", only((3,), (2, 3)))
 def test_an_update_goes_on_while_backward_does_and_the_next_has_started(stage):
     program = rewritten(mlp_step(8), stage=stage, **OFFLOADED)
     order = program_order(program.graph)
@@ -144,7 +144,7 @@ def test_the_copy_back_travels_while_backward_goes_on():
         assert any(order[node] < order[wait] for node in between)
 
 
-@pytest.mark.parametrize("num_layers", (6, 10))
+@pytest.mark.parametrize("num_layers", only((8,), (6, 8, 10)))
 @pytest.mark.parametrize("stage", only((3,), (1, 3)))
 def test_staging_buffers_are_as_many_whatever_the_depth(num_layers, stage):
     program = rewritten(mlp_step(num_layers), stage=stage, **OFFLOADED)
@@ -203,10 +203,10 @@ def test_an_update_that_nothing_reads_is_refused():
         with torch.no_grad():
             weight.copy_(other)
 
-    batch = (torch.ones(2, 4),)
+    captured = capture(step, torch.ones(2, 4))
     with pytest.raises(StepError, match="overwritten after its update.*stage 3"):
-        rewritten(capture(step, *batch), stage=1, **OFFLOADED)
-    rewritten(capture(step, *batch), stage=3, **OFFLOADED)
+        rewritten(captured, stage=1, **OFFLOADED)
+    rewritten(captured, stage=3, **OFFLOADED)
 
 
 def test_an_update_of_whole_tensors_is_refused():

@@ -1,5 +1,6 @@
 """prefetch: each gather is in flight while the one before it is used, and only one of them."""
 
+import functools
 from itertools import pairwise
 from unittest import mock
 
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.kit.covering import each_value, first
+from tests.kit.covering import each_value, first, only
 from tests.kit.programs import (
     assert_program,
     assert_same_numerics,
@@ -52,6 +53,7 @@ def gathers(captured):
     return [(w.args[0], w) for w in waits if w.args[0].target is ops.all_gather_start]
 
 
+@functools.cache
 def autocast_step():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 3))
@@ -124,7 +126,7 @@ def listing_without_starts(captured):
     ]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", only((1, 3), [1, 2, 3]))
 def test_at_most_one_gather_is_in_flight_ahead_of_the_one_in_use(stage):
     for captured in (mlp_step(4), autocast_step()):
         in_flight, most = 0, 0
@@ -320,13 +322,14 @@ def test_requires_sharded_updates():
 
 
 @pytest.mark.slow(reason="whole programs are rewritten and run")
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", only((3,), [1, 2, 3]))
 def test_is_bitwise_the_program_before_it(stage):
     for captured in (mlp_step(4, clip=True), autocast_step(), tied_step()):
         before = without(captured, stage=stage)
         assert_same_numerics(execute(before), execute(rewritten(captured, stage=stage)))
 
 
+@functools.cache
 def tied_step():
     torch.manual_seed(0)
     embedding, middle = nn.Embedding(7, 4), nn.Linear(4, 4)
@@ -409,6 +412,7 @@ def test_small_gathers_start_together_while_they_take_no_more_than_the_largest()
     )
 
 
+@functools.cache
 def small_first_step():
     """Its largest gather is the last: what comes before starts with the first."""
     torch.manual_seed(0)
@@ -433,6 +437,7 @@ def test_gathers_that_all_fit_start_with_the_first():
     assert provenance(gathers(program)[1][0]).reason.endswith("with at most 320 bytes ahead")
 
 
+@functools.cache
 def stepped_twice():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -461,7 +466,7 @@ STEPS = {
 
 
 @pytest.mark.slow(reason="whole programs are rewritten and run")
-@pytest.mark.parametrize(("name", "stage"), first(3, each_value(STEPS, (3, 2))))
+@pytest.mark.parametrize(("name", "stage"), first(1, each_value(STEPS, (3, 2))))
 def test_bytes_ahead_are_bounded_and_nothing_else_changes(name, stage):
     captured = STEPS[name]()
     for options in ({}, {"bucket": True, "update_in_backward": True}):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.kit.covering import each_value, first
+from tests.kit.covering import each_pair, each_value, first, only
 from tests.kit.programs import (
     Captured,
     assert_program,
@@ -208,8 +208,9 @@ def test_an_update_gathers_nothing():
         assert start.args[0].op == "placeholder"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(
+    ("clip", "world_size"), each_pair([False, True], [1, 2, 3, 4], default=[(False, 2), (True, 3)])
+)
 def test_computes_bitwise_what_stage_2_computes(world_size, clip):
     captured = clone(mlp_step(clip=clip), world_size)
     two = rewritten(captured, until="shard_gradients", stage=2)
@@ -312,7 +313,9 @@ def viewing_step(forward):
     return training_step(*parameters, forward=between)
 
 
-@pytest.mark.parametrize("forward", first(8, VIEWS), ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "forward", only((split, expand, as_strided), VIEWS), ids=lambda function: function.__name__
+)
 def test_frees_after_the_last_alias_use(forward):
     captured = viewing_step(forward)
     program = rewritten(captured)
@@ -321,7 +324,7 @@ def test_frees_after_the_last_alias_use(forward):
     assert_same_numerics(execute(captured), execute(program))
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", only((3,), [3, 4]))
 def test_views_of_a_padded_weight_are_rebuilt(world_size):
     captured = clone(
         training_step(
@@ -333,6 +336,7 @@ def test_views_of_a_padded_weight_are_rebuilt(world_size):
     assert_same_numerics(execute(captured), execute(sharded(captured)))
 
 
+@pytest.mark.nightly
 def test_a_channels_last_weight_is_rebuilt_in_its_layout():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 2, 2))
@@ -352,6 +356,7 @@ def test_a_channels_last_weight_is_rebuilt_in_its_layout():
     assert_same_numerics(execute(captured), execute(program))
 
 
+@pytest.mark.nightly
 def test_scalar_and_tiny_parameters_are_sharded_too():
     captured = training_step(
         nn.Parameter(torch.tensor(1.5)),
@@ -364,6 +369,7 @@ def test_scalar_and_tiny_parameters_are_sharded_too():
     assert_same_numerics(execute(captured), execute(sharded(captured)))
 
 
+@pytest.mark.nightly
 def test_an_empty_parameter_does_not_break_the_step():
     captured = training_step(
         parameter(6, 6), parameter(0, 6), forward=lambda x, w, e: torch.tanh(x @ w) + e.sum()
@@ -386,6 +392,7 @@ def test_a_frozen_parameter_is_gathered_and_never_updated():
     assert_same_numerics(execute(captured), execute(program))
 
 
+@pytest.mark.nightly
 def test_arithmetic_on_a_parameter_is_repeated_on_every_gathered_copy():
     """A weight norm, a cast, a scale: cheap, and what is rebuilt need not be kept."""
     captured = training_step(
@@ -399,6 +406,7 @@ def test_arithmetic_on_a_parameter_is_repeated_on_every_gathered_copy():
     assert_same_numerics(execute(captured), execute(program))
 
 
+@pytest.mark.nightly
 def test_a_penalty_on_the_weights_is_computed_from_whole_ones():
     captured = training_step(
         parameter(6, 6),
@@ -445,7 +453,7 @@ class GPT(nn.Module):
 
 
 @functools.cache
-def gpt_step(num_layers=2, width=8, vocabulary=64):
+def gpt_step(num_layers=1, width=8, vocabulary=64):
     torch.manual_seed(0)
     model = GPT(num_layers, width, vocabulary)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -464,15 +472,16 @@ def gpt_step(num_layers=2, width=8, vocabulary=64):
 
 @pytest.mark.nightly
 def test_a_gpt_is_right_at_every_stage():
-    before = execute(gpt_step())
+    captured = gpt_step(num_layers=2)
+    before = execute(captured)
     for stage in (0, 1, 3):
-        program = rewritten(gpt_step(), stage=stage)
+        program = rewritten(captured, stage=stage)
         assert_same_numerics(before, execute(program), bitwise=False)
 
 
 @pytest.mark.slow(reason="whole programs are rewritten and run")
 def test_no_parameter_is_gathered_more_than_twice():
-    for captured in (mlp_step(8), gpt_step()):
+    for captured in (mlp_step(8, 16), gpt_step()):
         program = sharded(captured)
         starts = nodes_of(program, ops.all_gather_start)
         count = Counter(start.meta["zerofx"].parameter for start in starts)
@@ -505,6 +514,7 @@ def test_a_layer_used_in_a_loop_is_gathered_once_per_direction():
     assert_same_numerics(execute(captured), execute(program))
 
 
+@pytest.mark.nightly
 def test_a_loop_over_two_layers_gathers_each_once_per_direction():
     def forward(x, first, a, b, last):
         hidden = torch.tanh(x @ first)
@@ -519,7 +529,7 @@ def test_a_loop_over_two_layers_gathers_each_once_per_direction():
     assert_same_numerics(execute(captured), execute(program))
 
 
-@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+@pytest.mark.parametrize("accumulate", only(("local",), ["local", "sharded"]))
 def test_micro_batches_gather_at_most_twice_each(accumulate):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
@@ -563,6 +573,7 @@ def test_recomputed_layers_read_the_copy_gathered_for_backward():
     assert_same_numerics(execute(captured), execute(program))
 
 
+@pytest.mark.nightly
 def test_a_generator_and_its_critic_share_the_budget_of_two_backwards():
     torch.manual_seed(0)
     generator, critic = nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1))
@@ -799,8 +810,10 @@ def zeroing_step():
     return capture(step, torch.arange(6), world_size=2)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("step", [clamping_step, normalizing_step, assigning_step, zeroing_step])
+@pytest.mark.parametrize(
+    ("step", "stage"),
+    each_pair([clamping_step, normalizing_step, assigning_step, zeroing_step], range(4)),
+)
 def test_a_parameter_may_be_written_before_and_after_its_update(step, stage):
     captured = step()
     program = rewritten(captured, stage=stage)
@@ -876,7 +889,7 @@ def test_gathered_bytes_never_exceed_two_consecutive_units(step, options):
     captured = {
         "mlp": lambda: mlp_step(8, 16),
         "gpt": gpt_step,
-        "gpt with a large vocabulary": lambda: gpt_step(num_layers=1, vocabulary=1024),
+        "gpt with a large vocabulary": lambda: gpt_step(vocabulary=1024),
     }[step]()
     program = rewritten(captured, **options)
     timeline = gathered_bytes(program)
@@ -917,7 +930,7 @@ def test_traffic_is_twice_the_parameters_at_stages_1_and_2():
 
 
 def test_counts_what_it_did():
-    program = clone(mlp_step(4))
+    program = clone(mlp_step(num_layers=4))
     reports = run_passes(program)
     counts = reports["shard_parameters"].counts
     assert counts["sharded parameters"] == 8
