@@ -112,8 +112,8 @@ OTHERS = {
 FORM_OF = {"saved": "language", "residency": "layers, a budget", "away": "all in files"}
 
 
-@pytest.mark.slow(reason="every pass is validated")
-@pytest.mark.parametrize("field", only(("layout",), OTHERS))
+@pytest.mark.nightly
+@pytest.mark.parametrize("field", OTHERS)
 def test_other_decisions_give_another_program_that_computes_the_same(field):
     """Validated pass by pass: what is decided changes when and where, never what."""
     form = FORM_OF.get(field, "layers")

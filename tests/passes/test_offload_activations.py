@@ -487,6 +487,7 @@ def test_a_budget_that_cannot_be_met_is_refused_with_numbers(stage):
         rewritten(mlp_step(), stage=stage, memory_budget=100, **OFFLOADED)
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_hidden_leaves_too_if_the_budget_demands_it():
     # A device of figures that hide nothing here, and gradients without the padding of buckets.
     options = {"stage": 0, "offload": "activations", "bucket": False}

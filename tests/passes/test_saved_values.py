@@ -326,6 +326,7 @@ def test_a_residual_stream_is_not_computed_from_its_beginning():
     assert not [node for node in sums if role(node) == "recompute"]
 
 
+@pytest.mark.nightly
 def test_a_long_chain_is_kept_in_between():
     torch.manual_seed(0)
     first = nn.Linear(2, 2)

@@ -551,6 +551,7 @@ def test_micro_batches_gather_at_most_twice_each(accumulate):
     assert_same_numerics(execute(captured), execute(program), bitwise=False)
 
 
+@pytest.mark.nightly
 def test_recomputed_layers_read_the_copy_gathered_for_backward():
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3)]
