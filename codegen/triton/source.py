@@ -71,6 +71,7 @@ class _Writer:
         self.stores = [(stream, stream.store) for stream in program.streams if stream.store]
         self.numbers = program.number_names({*_RESERVED, self.kernel})
         taken = {*self.numbers.values(), *_RESERVED, self.kernel, f"{self.kernel}_block"}
+        taken |= {f"{number.name}_ptr" for number in program.device_numbers}
         self.pointers = {
             stream.name: unique(f"{stream.name}_ptr", taken) for stream in program.streams
         }

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.codegen import work
 from tests.codegen.updates import OPTIMIZERS, Shards, program
 from tests.codegen.variants import VARIANTS
 from tests.kit.covering import first
@@ -128,6 +129,24 @@ def test_numbers_of_one_name_in_group_and_state_stay_apart():
         2.0,
         3.0,
     ]
+
+
+def test_a_state_called_coefficient_has_a_pointer_beside_the_clip_factors():
+    class Averaged(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                state.setdefault("coefficient", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+                p.add_(state["coefficient"], alpha=-0.1)
+
+    clipped = work.traced(work.clip, torch.float32, torch.float32)
+    source = triton_source(program(Averaged, work=clipped))
+    assert "tl.load(coefficient_ptr)" in source  # an argument
+    assert "coefficient_ptr = stream(" not in source and "_ptr_1 = stream(" in source
 
 
 def test_a_number_that_is_no_one_minus_something_is_named_too():
