@@ -44,10 +44,9 @@ from zerofx.deferred.block import leave_block
 from zerofx.errors import BudgetError, GraphError, StepError
 from zerofx.garbage import without_collections
 from zerofx.hardware import NOMINAL, Hardware
-from zerofx.ir.graph import updates
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import KeptGathered
-from zerofx.lower.at_once import AtOnce, Record
+from zerofx.lower.at_once import AtOnce, Record, changes_replicas
 from zerofx.options import Options, environment, named, ranks_of_machine, refuse_mode
 from zerofx.report.folder import DumpFolder, claim, run_of_this_process
 from zerofx.runtime.comm.agreement import Agreement, AgreementError
@@ -494,7 +493,7 @@ class CompiledFunction:
             rank, scope = self.communicator.rank, f"{self.agreement.scope}/{made.digest}"
             agreement = Agreement(self.agreement.store, rank, self.communicator.world_size, scope)
             # What changes nothing that ranks have in common, they may call alone.
-            is_common = communicates or bool(updates(made.gm.graph))
+            is_common = communicates or changes_replicas(made.gm.graph)
 
             def exchange(value: bytes) -> list[bytes]:
                 if not is_common:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit.models import features, squared_loss
+from tests.kit.programs import capture, rewritten
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.step_forms.form import step_with
 from tests.kit.trainings import Tower, clipped, program_of
@@ -259,6 +260,34 @@ def test_regions_look_at_their_inputs_again_when_one_is_taken_over(process):
     process.done.add(one.text)
     with rank.running():
         assert not one.waits and other.found is None
+
+
+def normalise(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(parameter.norm())
+
+
+def clip(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def read_norm(model):
+    return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(("step", "is_common"), [(normalise, 1), (clip, 1), (read_norm, 0)])
+def test_what_writes_replicas_is_taken_over_with_all_ranks(step, is_common):
+    model = nn.Linear(4, 4)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made = mock.Mock(gm=rewritten(capture(step, model, world_size=2), stage=0).gm, digest=1)
+    of = mock.Mock(options=mock.Mock(start="at_once"), starting={})
+    with mock.patch.object(backend, "Agreement") as meetings:
+        of.communicator.world_size = 2
+        at = backend.CompiledFunction.at_once(of, made, communicates=False)
+        at.exchange(b"ready")
+    assert meetings.return_value.exchange.called == (at.record is not None) == bool(is_common)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"step": 3}', '{"step": {"region_0": "2"}}'])

@@ -15,11 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from zerofx import compat
 from zerofx.compat.inductor import CompiledForAnyLength, Like
 from zerofx.errors import StepError
+from zerofx.ir.aliases import writers
+from zerofx.ir.effects import shards_changed_by_user
+from zerofx.ir.graph import updates
+from zerofx.ir.interface import input_role, placeholders
 from zerofx.ir.packing import packed
 from zerofx.lower.compile_process import CompileProcess, Work
 from zerofx.lower.regions import REGION_META, CompiledRegion
@@ -36,6 +40,17 @@ LONGEST_PAUSE_S = 2.0
 
 TAKES_S = 0.3
 """The seconds that a step counts for each thing it takes over, until they have been measured."""
+
+
+def changes_replicas(graph: fx.Graph) -> bool:
+    """Return whether a program changes what ranks have in common, as an evaluation does not.
+
+    It updates or writes to parameters, or writes to averaged gradients.
+    """
+    gradients = placeholders(graph, "gradient")
+    averages = (node for node in gradients if not input_role(node).unreduced)
+    return bool(updates(graph) or shards_changed_by_user(graph) or any(map(writers, averages)))
+
 
 Steps = Mapping[str, int]
 """The step in which each region and kernel was taken over, by its name."""
