@@ -15,6 +15,7 @@ from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
 from zerofx.ir.graph import Builder, erase_unused, is_backward, is_random, updated_by
+from zerofx.ir.interface import noted
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role
 from zerofx.ir.sizes import hinted_bytes, is_symbolic
@@ -76,7 +77,8 @@ def chunk_loss(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         saved += region.nbytes - region.nbytes // number
         found, chunks = found + 1, chunks + number
     if wanted and not found:
-        logger.warning("chunk_loss=%d: no loss is computed in chunks: %s.", wanted, why_not[-1])
+        warning = f"chunk_loss={wanted:d}: no loss is computed in chunks: {why_not[-1]}."
+        logger.warning(noted(gm.graph, warning))
     elif not found and len(why_not) > 1:
         logger.info("the loss is computed in one, for %s.", why_not[-1])
     return {"losses": found, "chunks": chunks, "bytes of logits less": saved}
@@ -406,7 +408,7 @@ class _Chunked:
             kept = {*before, *(one for start, one in self.wholes.items() if _is_start(start))}
             for node in [node for node in reversed(self.graph.nodes) if node not in kept]:
                 self.graph.erase_node(node)
-            logger.warning("chunk_loss: %s. Please report it.", error)
+            logger.warning(noted(self.graph, f"chunk_loss: {error}. Please report it."))
             raise NotChunkedError(f"it failed: {error}") from error
 
     def _emit(self) -> None:

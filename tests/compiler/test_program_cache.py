@@ -609,6 +609,23 @@ def test_other_options_take_what_was_captured():
     assert_alike(expected.results, other.results)
 
 
+class WithBatchNorm(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(self.body, nn.BatchNorm1d(self.body.out_features))
+
+
+@pytest.mark.slow(reason="a step is captured, and its passes run twice")
+def test_every_start_warns_once_of_what_it_takes(monkeypatch, caplog):
+    monkeypatch.setenv("ZEROFX_LOSS", "global")
+    for stage, kept in ((3, (1, 1)), (3, (0, 0)), (2, (0, 1))):
+        caplog.clear()
+        begun = started(train_tiny, model=WithBatchNorm, chunk_loss=3, stage=stage)
+        assert (begun.traced, begun.ran_passes) == kept
+        assert caplog.text.count("statistics of batch norm stay each rank's own") == 1
+        assert caplog.text.count("chunk_loss=3: no loss is computed in chunks") == 1
+
+
 class WideHead(Tiny):
     """Its head is in float32, whatever is around it."""
 

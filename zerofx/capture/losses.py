@@ -30,7 +30,7 @@ from zerofx.ir.graph import (
     may_be_batch,
     move_to_front,
 )
-from zerofx.ir.interface import input_role, placeholders, recorded
+from zerofx.ir.interface import input_role, noted, placeholders, recorded
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role
 from zerofx.ir.samples.follow import Samples
@@ -70,7 +70,7 @@ def spread_losses(gm: fx.GraphModule) -> None:
     roots = [node for node in losses if node.args[1] == "loss"]
     for root in roots:
         _check(samples.of(root.args[0]), root)
-    _warn_of_batch_norm(graph.nodes)
+    _warn_of_batch_norm(graph)
     before = {root: set(reached([root], read_by)) for root in roots}
     found = defaultdict(list)
     for count in graph.find_nodes(op="call_function", target=ops.count):
@@ -205,12 +205,13 @@ def _check_per_rank(
             )
 
 
-def _warn_of_batch_norm(nodes: Iterable[fx.Node]) -> None:
-    if any("batch_norm" in str(node.target) and node.op == "call_function" for node in nodes):
-        logger.warning(
+def _warn_of_batch_norm(graph: fx.Graph) -> None:
+    if any("batch_norm" in str(n.target) and n.op == "call_function" for n in graph.nodes):
+        warning = (
             "loss=global: the statistics of batch norm stay each rank's own, as they are of its "
             "batch alone. With batch_norm=global they are of all ranks' batches."
         )
+        logger.warning(noted(graph, warning))
 
 
 _READS_NO_VALUES = (

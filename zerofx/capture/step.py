@@ -301,7 +301,9 @@ class StepCapture:
         )
         found = compat.compile_cache.kept(key) if key else None
         if found is not None:
-            updated, around, program = pickle.loads(found)
+            updated, around, warnings, program = pickle.loads(found)
+            for warning in warnings:
+                logger.warning(warning)
             with compat.aot.without_autocast()():
                 compiled = compiler(step(partial(_unpacked, program), updates=updated))
             return around.run(compiled)
@@ -326,7 +328,9 @@ class StepCapture:
             around = compat.aot.around() if key and not constants else None
             program = packed([gm.graph], META) if around is not None else None
             if program is not None:
-                compat.compile_cache.keep(key, pickle.dumps((updated, around, program)))
+                warnings = recorded(gm.graph).warnings
+                kept = pickle.dumps((updated, around, warnings, program))
+                compat.compile_cache.keep(key, kept)
             return compiler(step(lambda: gm, updates=updated))
 
         return compat.aot.trace_to_aten(self.gm, self.inputs, on_aten)

@@ -24,7 +24,7 @@ from zerofx.cost.timeline import predict
 from zerofx.ir import ops
 from zerofx.ir.collectives import schedule
 from zerofx.ir.graph import Copies, copied_module
-from zerofx.ir.interface import META
+from zerofx.ir.interface import META, recorded
 from zerofx.ir.key import NoKeyError, described, key_of
 from zerofx.ir.packing import packed, unpacked
 from zerofx.passes.base import PassContext
@@ -150,7 +150,8 @@ def rewrite(
     if dump:
         timeline = predict(rewritten.gm.graph, ctx.figures, ctx.table, ctx.world_size)
         dump.write_summary((*rewritten.reports, *lowered.reports), str(timeline))
-    if key and (programs := _packed(rewritten, lowered)):
+    of_passes = recorded(rewritten.gm.graph).warnings[len(recorded(step.gm.graph).warnings) :]
+    if key and (programs := _packed(rewritten, lowered, of_passes)):
         compat.compile_cache.keep(key, programs)
     return rewritten, lowered
 
@@ -174,15 +175,18 @@ def _place(run: Any) -> str:
     return f"{getattr(run, '__module__', '')}.{getattr(run, '__qualname__', '')}"
 
 
-def _packed(made: Rewritten, lowered: Lowered) -> bytes | None:
-    """Return both programs as bytes, with what the passes have settled in the table."""
+def _packed(made: Rewritten, lowered: Lowered, warnings: list[str]) -> bytes | None:
+    """Return both programs as bytes, with what the passes have settled in the table, and said."""
     reports = [[replace(report, seconds=0.0) for report in of.reports] for of in (made, lowered)]
     layout = {info.index: info.assigned for info in made.ctx.table if info.assigned is not None}
-    return packed([made.gm.graph, lowered.gm.graph], META, (reports, made.captured_peak, layout))
+    beside = reports, made.captured_peak, layout, warnings
+    return packed([made.gm.graph, lowered.gm.graph], META, beside)
 
 
 def _unpacked(found: bytes, step: CapturedStep, ctx: PassContext) -> tuple[Rewritten, Lowered]:
-    (gm, to_run), ((reports, of_lowering), captured_peak, layout) = unpacked(found)
+    (gm, to_run), ((reports, of_lowering), captured_peak, layout, warnings) = unpacked(found)
+    for warning in warnings:
+        logger.warning(warning)
     ctx.table.assign(layout)
     if captured_peak is None and logger.isEnabledFor(logging.INFO):
         captured_peak = _peak_bytes(step.gm, ctx)

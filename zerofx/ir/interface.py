@@ -90,7 +90,7 @@ class Recorded:
 
     ``updates`` are those that the program had when it was captured; None if nobody recorded them.
     ``decisions`` is what has been decided of the program.  ``mesh`` are the axes that its operators
-    name; None if there is but one.
+    name; None if there is but one.  ``warnings`` are for every start that takes the program.
     """
 
     gradients: dict[int, int] = field(default_factory=dict)
@@ -100,6 +100,7 @@ class Recorded:
     updates: Counter[tuple[int, int]] | None = None
     decisions: Decisions = field(default_factory=Decisions)
     mesh: Mesh | None = None
+    warnings: list[str] = field(default_factory=list)
 
 
 def recorded(graph: fx.Graph) -> Recorded:
@@ -115,6 +116,12 @@ def note_decisions(graph: fx.Graph, **fields: Any) -> None:
     """Record what has been decided of a program, by fields of ``Decisions``."""
     of_program = recorded(graph)
     of_program.decisions = replace(of_program.decisions, **fields)
+
+
+def noted(graph: fx.Graph, warning: str) -> str:
+    """Return a warning, recorded for starts that take the program from disk."""
+    recorded(graph).warnings.append(warning)
+    return warning
 
 
 def mark_gradient(node: fx.Node, parameter: int) -> None:
