@@ -237,6 +237,19 @@ def test_what_is_asked_for_again_is_not_taken_over_twice(process):
     assert compiles.call_count == 1 and rank.taken == {name: 2} and process.is_closed
 
 
+def test_a_kernel_that_cannot_be_compiled_goes_on_operator_by_operator(process, caplog):
+    rank = AtOnce("step", lambda value: [value])
+    kernel = compat.inductor.CompiledForAnyLength(body())
+    failure = RuntimeError("no compiler")
+    with mock.patch.object(compat.inductor.CompiledForAnyLength, "_compile", side_effect=failure):
+        for _ in range(3):
+            with rank.running():
+                (found,) = kernel(torch.ones(4))
+            process.done.update(process.given)
+    assert found == torch.ones(()).sin() and rank.is_over
+    assert caplog.text.count("RuntimeError: no compiler") == 1
+
+
 def test_a_kernel_has_one_name_on_all_ranks_whatever_their_devices(process, monkeypatch):
     ranks = [AtOnce("step", lambda value: [value]) for _ in range(2)]
     for number, rank in enumerate(ranks):

@@ -493,6 +493,10 @@ class CompiledForAnyLength:
         compile_now = functools.partial(self._compile, inputs)
         self._compiled[_kinds(inputs)] = _in_thread_of_its_own(compile_now)
 
+    def leave(self, inputs: Sequence[Any]) -> None:
+        """Have such inputs run operator by operator."""
+        self._compiled[_kinds(inputs)] = self._gm
+
     def _compile(self, inputs: Sequence[Any]) -> Callable:
         from torch._inductor.compile_fx import compile_fx
 

@@ -213,7 +213,16 @@ class AtOnce:
             return False
 
         def take() -> None:
-            kernel.compile([one.made() for one in like])
+            examples = [one.made() for one in like]
+            try:
+                kernel.compile(examples)
+            except Exception as error:  # which the other ranks would wait for in a collective
+                logger.warning(
+                    "Inductor cannot compile %s, which runs operator by operator from now on: its "
+                    "results are the same to rounding, and its steps slower. It says: %s: %s",
+                    *(name, type(error).__name__, error),
+                )
+                kernel.leave(examples)
 
         self._send(name, Work(text, data, of_any_length=True), id(kernel), take)
         return True
