@@ -132,8 +132,8 @@ class CompiledFunction:
         self.choice: Choice | None = None  # what plan="auto" has come to
         self.chosen_from: tuple[Options, int]  # then what was given, and the limit
         self.chose_for_updates = False
-        # By the program's digest, with where the ranks meet meanwhile.
-        self.starting: dict[int, tuple[AtOnce, Agreement]] = {}
+        # By the program's digest, and whether all ranks call it; with where they meet meanwhile.
+        self.starting: dict[tuple[int, bool], tuple[AtOnce, Agreement]] = {}
         self.record: Record | None = None  # of these
         self.first_call = FirstCall(0.0)  # or the last call that has compiled
         self.copies = Copies(REGISTRY.host)
@@ -489,11 +489,12 @@ class CompiledFunction:
         assert self.options is not None
         if self.options.start == "compiled":
             return None
-        if made.digest not in self.starting:
-            rank, scope = self.communicator.rank, f"{self.agreement.scope}/{made.digest}"
+        # What changes nothing that ranks have in common, they may call alone.
+        is_common = communicates or changes_replicas(made.gm.graph)
+        key = made.digest, is_common
+        if key not in self.starting:
+            rank, scope = self.communicator.rank, f"{self.agreement.scope}/{key}"
             agreement = Agreement(self.agreement.store, rank, self.communicator.world_size, scope)
-            # What changes nothing that ranks have in common, they may call alone.
-            is_common = communicates or changes_replicas(made.gm.graph)
 
             def exchange(value: bytes) -> list[bytes]:
                 if not is_common:
@@ -507,12 +508,14 @@ class CompiledFunction:
                     )
                     raise
 
-            name = f"{self.name}_{len(self.starting)}"
+            # In a record, where a number is to be the same on all ranks and in each training.
+            number = sum(common for _, common in self.starting)
+            name = f"{self.name}_{number}" if is_common else self.name
             ranks, cores = ranks_of_machine(self.communicator.world_size), os.sched_getaffinity(0)
             pause = 0.0 if len(cores) >= 2 * ranks else PAUSE
             record = self.record if is_common else None
-            self.starting[made.digest] = AtOnce(name, exchange, record, pause), agreement
-        return self.starting[made.digest][0]
+            self.starting[key] = AtOnce(name, exchange, record, pause), agreement
+        return self.starting[key][0]
 
     def _first_compilation(self, device: torch.device) -> None:
         """Read the environment and find the ranks, once per function."""

@@ -303,6 +303,20 @@ def test_what_writes_replicas_is_taken_over_with_all_ranks(step, is_common):
     assert meetings.return_value.exchange.called == (at.record is not None) == bool(is_common)
 
 
+def test_programs_that_a_rank_calls_alone_count_in_no_record():
+    of = mock.Mock(options=mock.Mock(start="at_once"), starting={})
+    of.name, of.communicator.world_size = "step1", 2
+
+    def name_of(digest, communicates):
+        made = mock.Mock(gm=fx.GraphModule({}, fx.Graph()), digest=digest)
+        return backend.CompiledFunction.at_once(of, made, communicates).name
+
+    assert name_of(1, True) == "step1_0"
+    name_of(2, False)  # an evaluation
+    name_of(3, False)
+    assert name_of(3, True) == "step1_1"
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", '{"step": 3}', '{"step": {"region_0": "2"}}'])
 def test_a_record_that_is_none(text, tmp_path):
     (tmp_path / "steps.json").write_text(text)
