@@ -468,6 +468,20 @@ def test_an_eager_fused_step_at_stage_0_counts_on_the_device():
     assert optimizer.state[parameter]["step"].is_meta
 
 
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [(optim.NAdam, {"step", "mu_product"}), (optim.ASGD, {"step", "mu", "eta"})],
+)
+def test_a_capturable_step_has_all_its_numbers_on_the_device(make, numbers):
+    parameter = nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = make([parameter], capturable=True)
+    optimizer.state[parameter] = {name: torch.tensor(2.0) for name in numbers}
+    optimizer.state[parameter]["exp_avg"] = torch.ones(3)  # not for this to move
+    unshard_states(optimizer, [])
+    found = optimizer.state[parameter].items()
+    assert {name for name, value in found if value.is_meta} == numbers
+
+
 @pytest.mark.parametrize("case", first(1, ["adamw", "lion", "rprop"]))
 def test_shard_of_length_zero(case):
     ranks = compare(CASES[case], [torch.zeros(0, 4)], steps=3)

@@ -342,12 +342,18 @@ def _as_plain(state: Mapping[str, Any], bound: ParameterState) -> dict[str, Any]
 
 
 def _count_on_device(optimizer: Optimizer) -> None:
-    """Have ``step`` where a fused or capturable step reads it; compiled ones keep it on the CPU."""
+    """Have counts where a fused or capturable step reads them; compiled ones keep them on the CPU.
+
+    A capturable one keeps all its numbers on the device, as NAdam's ``mu_product``.
+    """
     for group in optimizer.param_groups:
-        for parameter in group["params"] if group.get("fused") or group.get("capturable") else ():
+        takes_all = group.get("capturable")
+        for parameter in group["params"] if group.get("fused") or takes_all else ():
             state = optimizer.state.get(parameter, {})
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].to(parameter.device)
+            for name, value in state.items():
+                is_number = isinstance(value, torch.Tensor) and not value.dim()
+                if is_number and (takes_all or name == "step"):
+                    state[name] = value.to(parameter.device)
 
 
 def unshard_states(optimizer: Optimizer, bounds: list[ParameterState]) -> None:
