@@ -127,6 +127,18 @@ def test_groups_are_tried_apart():
     assert found == {id(model.weight): 4.0, id(model.bias): 0.0}
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.NAdam])
+def test_a_capturable_optimizer_is_tried_on_the_cpu(make):
+    parameter = nn.Parameter(torch.empty(4, 4, device="meta"))
+
+    class Info:
+        dtype, numel = torch.float32, 16
+
+    optimizer = make([parameter], capturable=True)
+    assert bytes_of_states(optimizer, {id(parameter): Info()}, Precision()) == {id(parameter): 8.0}
+    assert optimizer.param_groups[0]["capturable"]
+
+
 class EightBit(torch.optim.SGD):
     """Keeps states of one byte for large tensors, as bitsandbytes does."""
 

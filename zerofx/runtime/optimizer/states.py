@@ -360,6 +360,8 @@ def states_after_a_step(
         try:
             shadow = shadow_of(optimizer, {(group, 0): parameter})
             shadow.param_groups[0].update(hyperparameters or {})
+            if "capturable" in shadow.param_groups[0]:  # which torch refuses on a CPU
+                shadow.param_groups[0]["capturable"] = False
             type(shadow).step(shadow)
         except Exception:
             return None
