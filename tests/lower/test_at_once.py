@@ -36,10 +36,12 @@ from zerofx.runtime.comm.agreement import AgreementError
 aten = torch.ops.aten
 
 
-def body():
+def body(is_alike=False):
     graph = fx.Graph()
     values = graph.placeholder("values")
     compat.inductor.mark_emptied(values)
+    if is_alike:
+        compat.inductor.mark_alike(values)
     x = graph.call_function(operator.getitem, (values, 0))
     x.meta["val"] = torch.empty(4)
     graph.output((graph.call_function(aten.sin.default, (x,)),))
@@ -80,11 +82,11 @@ def process(monkeypatch):
     return one
 
 
-def program(*sizes):
+def program(*sizes, is_alike=False):
     """A program of one region for each size."""
     root = nn.Module()
     for number, size in enumerate(sizes):
-        gm = body()
+        gm = body(is_alike)
         list(gm.graph.nodes)[1].meta["val"] = torch.empty(size)
         root.add_module(f"region_{number}", CompiledRegion(gm, ()))
     return root
@@ -163,10 +165,29 @@ def test_equal_regions_are_taken_over_together(process):
     assert list(rank._units) == ["region_0", "region_1"]
     with rank.running():
         assert [one.waits for one in of.children()] == [True] * 3
-    process.done.update(unit.text for unit in rank._units.values())
+    process.done.update(text for unit in rank._units.values() for text in unit.texts)
     with rank.running():
         assert [one.waits for one in of.children()] == [False] * 3
     assert rank.taken == {"region_0": 2, "region_1": 2}
+
+
+def test_regions_that_ranks_have_alike_are_taken_over_together_whatever_their_shapes(process):
+    """One of the next program has the shapes of another batch: other ranks run the first one."""
+    rank = AtOnce("step", lambda value: [value])
+    first, later = program(4, 8, is_alike=True), program(9, is_alike=True)
+    rank.add(first)
+    regions = [*first.children(), *later.children()]
+    waiting = []
+    for one in regions:
+        if one is regions[2]:
+            rank.join(later)
+        with rank.running():
+            waiting.append([each.waits for each in regions])
+        process.done.add(one.text)
+    assert waiting == [[True, True, False]] * 2 + [[True] * 3]
+    with rank.running():
+        assert [each.waits for each in regions] == [False] * 3
+    assert rank.taken == {at_once.ALIKE: 4} and len(process.given) == 3
 
 
 def test_a_program_that_needs_nothing_compiled_is_over_with_its_third_step(process):
@@ -346,7 +367,8 @@ def trained(options, rows=(8,) * 12, process_seen=None, **arguments):
 def wait_for_all(at):
     """Have the next step find all compiled that the first one has asked for."""
     for unit in at._units.values():
-        at._process.wait(unit.text)
+        for text in unit.texts:
+            at._process.wait(text)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,10 @@ def changes_replicas(graph: fx.Graph) -> bool:
     averages = (node for node in gradients if not input_role(node).unreduced)
     return bool(updates(graph) or shards_changed_by_user(graph) or any(map(writers, averages)))
 
+
+ALIKE = "alike"
+"""All regions that replicas have in common: one of them may hold compute of the batch too, which
+has other shapes on each rank, so that no rank knows it by what another one calls it."""
 
 Steps = Mapping[str, int]
 """The step in which each region and kernel was taken over, by its name."""
@@ -102,10 +106,14 @@ class Record:
 
 @dataclass
 class _Unit:
-    """A region, or an update's kernel, that is to be taken over once it is compiled."""
+    """Regions, or an update's kernels, that are to be taken over once all are compiled."""
 
-    text: str
+    texts: set[str] = field(default_factory=set)
     takes: dict[int, Callable[[], object]] = field(default_factory=dict)  # by who takes it
+
+
+def _is_alike(region: CompiledRegion) -> bool:
+    return compat.inductor.ALIKE in region.text
 
 
 def _take(region: CompiledRegion, others: Iterable[CompiledRegion]) -> None:
@@ -147,34 +155,42 @@ class AtOnce:
     def add(self, program: nn.Module) -> None:
         """Have a program's regions compiled, but for those that are already.
 
-        Equal ones are taken over together, under the first one's name.
+        Equal ones are taken over together, under the first one's name; and all that are alike.
         """
         names: dict[str, str] = {}
         children = program.named_children()
         regions = {name: one for name, one in children if isinstance(one, CompiledRegion)}
         for name, region in regions.items():
-            if not region.is_to_compile:
-                continue
-            assert region.sample is not None
-            beside = list(map(Like.of, region.sample)), region.like, region.donated
-            data = packed([region.gm.graph], REGION_META, beside)
-            if data is not None:  # else it is compiled when it first runs
-                region.waits = True
-                name = names.setdefault(region.text, name)
-                take = partial(_take, region, regions.values())
-                self._send(name, Work(region.text, data), id(region), take)
+            if region.is_to_compile:
+                name = ALIKE if _is_alike(region) else names.setdefault(region.text, name)
+                self._compile_later(name, region, regions.values())
 
     def join(self, program: nn.Module) -> None:
         """Have regions of a later program wait where an equal one does, and be taken over with it.
 
-        Another rank may run the earlier program still, and may have that region in common.
+        Another rank may run the earlier program still, and may have that region in common.  So it
+        has one that is alike, whatever else is in it.
         """
-        of_text = {unit.text: unit for unit in self._units.values()}
+        units = {text: unit for unit in self._units.values() for text in unit.texts}
         regions = [one for one in program.children() if isinstance(one, CompiledRegion)]
         for region in regions:
-            if (unit := of_text.get(region.text)) is not None:
+            if (unit := units.get(region.text)) is not None:
                 region.waits = True
                 unit.takes[id(region)] = partial(_take, region, regions)
+            elif ALIKE in self._units and _is_alike(region) and region.is_to_compile:
+                self._compile_later(ALIKE, region, regions)
+
+    def _compile_later(
+        self, name: str, region: CompiledRegion, regions: Collection[CompiledRegion]
+    ) -> None:
+        """Have a region compiled, and wait; without a text of it, it is when it first runs."""
+        assert region.sample is not None
+        beside = list(map(Like.of, region.sample)), region.like, region.donated
+        data = packed([region.gm.graph], REGION_META, beside)
+        if data is not None:
+            region.waits = True
+            take = partial(_take, region, regions)
+            self._send(name, Work(region.text, data), id(region), take)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -228,7 +244,9 @@ class AtOnce:
         return True
 
     def _send(self, name: str, work: Work, by: int, take: Callable[[], object]) -> None:
-        self._units.setdefault(name, _Unit(work.text)).takes[by] = take
+        unit = self._units.setdefault(name, _Unit())
+        unit.texts.add(work.text)
+        unit.takes[by] = take
         if self._process is None:
             self._works.append(work)
         else:
@@ -286,9 +304,9 @@ class AtOnce:
         """Return whether something is compiled, or is to be waited for and then is."""
         if self._process is None:
             return False
-        text = self._units[name].text
+        texts = self._units[name].texts
         if step is None:
-            return self._process.is_done(text)
-        if step <= self.step:
+            return all(map(self._process.is_done, texts))
+        for text in texts if step <= self.step else ():
             self._process.wait(text)
         return step <= self.step
