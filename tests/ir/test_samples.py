@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import zerofx
 from tests.kit.covering import only
 from tests.kit.programs import capture, nodes_of
 from zerofx.ir import ops
@@ -59,18 +60,40 @@ def test_a_part_of_a_batch_has_as_many_samples_as_it_is_long(way):
     assert nodes_of(captured, ops.over_ranks)
 
 
-@pytest.mark.parametrize("counts_others", (True, False))
-def test_a_count_of_what_a_mask_leaves_out_is_summed_over_ranks(counts_others):
-    """Its length is a plain number in the traced program, as in transformers' LabelSmoother."""
+def num_counts(loss_of, *batch):
+    """Return how many counts are summed over ranks, for a loss of what a linear layer computes."""
     model = nn.Linear(6, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(x, padding):
+    def step(x, *given):
         optimizer.zero_grad()
-        counts = padding.long().sum()
-        counts = padding.numel() - counts if counts_others else counts
-        (model(x).square().sum() / counts).backward()
+        loss_of(model(x), *given).backward()
         optimizer.step()
 
-    captured = capture(step, torch.randn(4, 6), torch.arange(4) > 2, world_size=2, loss="global")
-    assert len(nodes_of(captured, ops.over_ranks)) == (4 if counts_others else 3)
+    captured = capture(step, torch.randn(4, 6), *batch, world_size=2, loss="global")
+    return len(nodes_of(captured, ops.over_ranks)) - 2  # ranks, and those that have data
+
+
+@pytest.mark.parametrize("counts_others", (True, False))
+def test_a_count_of_what_a_mask_leaves_out_is_summed_over_ranks(counts_others):
+    """Its length is a plain number in the traced program, as in transformers' LabelSmoother."""
+
+    def loss_of(out, padding):
+        counts = padding.long().sum()
+        counts = padding.numel() - counts if counts_others else counts
+        return out.square().sum() / counts
+
+    assert num_counts(loss_of, torch.arange(4) > 2) == (2 if counts_others else 1)
+
+
+@pytest.mark.parametrize("is_sum", (True, False))
+def test_what_a_users_count_divides_has_counts_of_all_ranks_if_it_is_a_sum(is_sum):
+    """Else it is made a sum of this rank by this rank's count, which the mean was divided by."""
+
+    def loss_of(out, y):
+        counts = (y >= 0).float()
+        total = (out.square().sum(1) * counts / counts.mean()).sum()
+        total = total if is_sum else F.cross_entropy(out, y, ignore_index=-1) * counts.sum()
+        return total / zerofx.global_count(8)
+
+    assert num_counts(loss_of, torch.tensor([1, -1, 0, 1])) == (2 if is_sum else 0)

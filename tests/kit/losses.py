@@ -645,9 +645,22 @@ def given_both_ways(out, b):
     return total / (mine + zerofx.global_count(LABELS_OF_TWO))
 
 
-GIVEN = (given_locally, given_globally, given_and_moved, given_globally_and_bounded)
+def given_globally_for_a_mean(out, b):
+    count = (b["labels"] != -100).sum()
+    return F.cross_entropy(*flat(out, b)) * count / zerofx.global_count(LABELS_OF_TWO)
 
-RIGHT |= {given.__name__: given for given in GIVEN}
+
+def given_locally_for_weights(out, b):
+    total = (by_token(out, b) * b["mask"] / b["mask"].mean()).sum()
+    return total / zerofx.local_count(b["mask"].numel())
+
+
+GIVEN = (
+    *(given_locally, given_globally, given_and_moved, given_globally_and_bounded),
+    given_globally_for_a_mean,
+)
+
+RIGHT |= {given.__name__: given for given in (*GIVEN, given_locally_for_weights)}
 
 
 def train(form: str, batches: list[list[Batch]], options: dict | None, clips: bool = False):

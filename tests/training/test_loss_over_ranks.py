@@ -487,10 +487,17 @@ def test_what_is_meant_for_each_rank_stays_a_mean_over_ranks(ranks):  # noqa: F8
         check(found, expected)
 
 
-def test_what_is_meant_for_each_rank_and_reads_what_all_divide_is_refused():
+@pytest.mark.parametrize(
+    "own_part",
+    (
+        lambda loss, count: zerofx.per_rank(loss.square()),
+        nightly(lambda loss, count: loss * count / zerofx.global_count(8)),
+    ),
+)
+def test_what_is_meant_for_each_rank_and_reads_what_all_divide_is_refused(own_part):
     def loss_of(model, batch):
         loss = masked(model(batch["tokens"]), batch)
-        return loss + zerofx.per_rank(loss.square())
+        return loss + own_part(loss, batch["mask"].sum())
 
     words = refusal(loss_of, batch_of(0), line="losses.py:")
     assert "Compute that part once more, inside of what per_rank is given" in words

@@ -34,6 +34,7 @@ from zerofx.ir.interface import input_role, noted, placeholders, recorded
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role
 from zerofx.ir.samples.follow import Samples
+from zerofx.ir.samples.pointwise import is_users_division
 from zerofx.ir.samples.values import Kind, Value
 from zerofx.ir.source import source_line
 
@@ -71,13 +72,17 @@ def spread_losses(gm: fx.GraphModule) -> None:
     for root in roots:
         _check(samples.of(root.args[0]), root)
     _warn_of_batch_norm(graph)
-    before = {root: set(reached([root], read_by)) for root in roots}
+
+    def followed(node: fx.Node) -> list[fx.Node]:
+        return [node.args[1]] if _keeps_own_counts(samples, node) else read_by(node)
+
+    before = {root: set(reached([root], followed)) for root in roots}
     found = defaultdict(list)
     for count in graph.find_nodes(op="call_function", target=ops.count):
         root = next((root for root in roots if count in before[root]), None)
         if root is not None and samples.of(count).kind == Kind.COUNT:
             found[root].append(count)
-    _check_per_rank(before, found)
+    _check_own(samples, before, found)
     if found:
         assert data is not None, "a loss asks for it"
         kinds = {count: _kind(samples, count) for counts in found.values() for count in counts}
@@ -190,18 +195,34 @@ def _check(value: Value, root: fx.Node) -> None:
         )
 
 
-def _check_per_rank(
-    before: Mapping[fx.Node, set[fx.Node]], found: Mapping[fx.Node, list[fx.Node]]
+def _keeps_own_counts(samples: Samples, node: fx.Node) -> bool:
+    """Return whether a node divides by a user's count what is no sum over samples.
+
+    ``mean * n / zerofx.global_count(total)``: that is a sum of this rank's batch if the mean is
+    divided by this rank's count.
+    """
+    if not is_users_division(samples, node):
+        return False
+    divided = samples.of(node.args[0])
+    return (0 if divided.kind == Kind.SAMPLES else 1) not in divided.degrees
+
+
+def _check_own(
+    samples: Samples,
+    before: Mapping[fx.Node, set[fx.Node]],
+    found: Mapping[fx.Node, list[fx.Node]],
 ) -> None:
-    """Refuse what is meant for each rank and reads what a count of all ranks divides."""
+    """Refuse what keeps each rank's own counts and reads what a count of all ranks divides."""
     for root, counts in found.items():
-        reads = set(reached(filter(is_per_rank, before[root]), lambda node: node.all_input_nodes))
+        own = [n for n in before[root] if is_per_rank(n) or _keeps_own_counts(samples, n)]
+        reads = set(reached([node.args[0] for node in own], lambda node: node.all_input_nodes))
         for count in filter(reads.__contains__, counts):
             raise StepError(
-                "loss=global: zerofx.per_rank(value) is given what is computed of a part of the "
-                "loss that is divided by a count of all ranks, which has one meaning for each "
-                "rank and another for all. Compute that part once more, inside of what per_rank "
-                f"is given.\n  at {source_line(count)}"
+                "loss=global: zerofx.per_rank(value), or a division by zerofx.local_count or "
+                "global_count, is given what is computed of a part of the loss that is divided by "
+                "a count of all ranks, which has one meaning for each rank and another for all. "
+                "Compute that part once more, inside of what per_rank is given, or of what is "
+                f"divided.\n  at {source_line(count)}"
             )
 
 

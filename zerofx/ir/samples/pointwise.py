@@ -42,8 +42,8 @@ _CONVERSIONS = ("_to_copy", "to", "clone", "detach", "alias", "clamp", "clamp_mi
 def pointwise(samples: Samples, node: fx.Node) -> Value:
     dims = _broadcast(samples, node)
     inputs, name = list(map(samples.of, sources_of(node))), name_of(node)
-    if name == "div" and _is_users(node.args[1]) and samples.of(node.args[1]).degrees == ONE:
-        return Value(Kind.TOTAL, dims)  # the user says what it is divided by
+    if is_users_division(samples, node):
+        return Value(Kind.TOTAL, dims)
     for value in inputs:
         if value.kind == Kind.MIXED:
             return replace(value, dims=dims)
@@ -296,6 +296,13 @@ def _is_constant(samples: Samples, term: Any) -> bool:
 
 def _is_factor(value: Value) -> bool:
     return value.kind == Kind.SAME or (value.kind == Kind.COUNT and value.is_marked)
+
+
+def is_users_division(samples: Samples, node: fx.Node) -> bool:
+    """Return whether a node divides by a count that the user gives."""
+    if name_of(node) != "div":
+        return False
+    return _is_users(node.args[1]) and samples.of(node.args[1]).degrees == ONE
 
 
 def _is_users(node: Any) -> bool:
