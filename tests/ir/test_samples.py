@@ -8,6 +8,7 @@ from torch import nn
 import zerofx
 from tests.kit.covering import only
 from tests.kit.programs import capture, nodes_of
+from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.samples.views import reshaped
 
@@ -97,3 +98,18 @@ def test_what_a_users_count_divides_has_counts_of_all_ranks_if_it_is_a_sum(is_su
         return total / zerofx.global_count(8)
 
     assert num_counts(loss_of, torch.tensor([1, -1, 0, 1])) == (2 if is_sum else 0)
+
+
+@torch.library.custom_op("test_samples::mean_and_each", mutates_args=())
+def mean_and_each(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.mean(), x.square()
+
+
+mean_and_each.register_fake(lambda x: (x.new_empty(()), torch.empty_like(x)))
+mean_and_each.register_autograd(lambda ctx, mean, each: mean + each)
+
+
+def test_a_number_that_an_unknown_operator_makes_of_samples_is_not_the_same_on_all_ranks():
+    """Its other results are of samples, as those of torch's chunked linear_cross_entropy."""
+    with pytest.raises(StepError, match="an operator that the samples cannot be followed through"):
+        num_counts(lambda out: mean_and_each(out)[0] + out.square().mean())

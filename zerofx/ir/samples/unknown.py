@@ -75,6 +75,7 @@ def unknown(samples: Samples, node: fx.Node) -> Value | list[Value]:
     outputs = node.meta.get("val")
     is_single = not isinstance(outputs, (tuple, list))
     inputs = [source for source in sources_of(node) if samples.of(source).kind != Kind.SAME]
+    lost = MixedError(node, "is an operator that the samples cannot be followed through")
     results = []
     for output in [outputs] if is_single else outputs:
         shape = sizes_of(output)
@@ -94,11 +95,12 @@ def unknown(samples: Samples, node: fx.Node) -> Value | list[Value]:
             if any(_counts(value, shape_of(source), dim) for dim in _along(node, value)):
                 raise MixedError(node, MIXES, dims)
         check_parts(node, map(samples.of, inputs), dims)
-        results.append(Value(Kind.SAMPLES, dims) if shape else Value(Kind.SAME))
+        of_all = Value(Kind.MIXED, objection=lost.objection)
+        results.append(Value(Kind.SAMPLES, dims) if shape else of_all)
     if not any(any(value.dims) for value in results):
         first = next((s for s in inputs if any(samples.of(s).dims)), None)
         if first is not None:
-            raise MixedError(node, "is an operator that the samples cannot be followed through")
+            raise lost
     return results[0] if is_single else results
 
 
