@@ -113,3 +113,27 @@ def test_a_number_that_an_unknown_operator_makes_of_samples_is_not_the_same_on_a
     """Its other results are of samples, as those of torch's chunked linear_cross_entropy."""
     with pytest.raises(StepError, match="an operator that the samples cannot be followed through"):
         num_counts(lambda out: mean_and_each(out)[0] + out.square().mean())
+
+
+DRAWN = {
+    "flat": lambda y: torch.rand(y.numel()),
+    "second": lambda y: torch.rand(3, y.shape[0]).t().flatten(),
+    "by probabilities": lambda y: torch.full((12,), 0.5).bernoulli(),
+}
+
+
+@pytest.mark.parametrize("way", DRAWN)
+def test_a_mask_that_is_drawn_before_its_length_is_known_is_refused(way):
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y):
+        keep = (DRAWN[way](y) < 0.5).float()
+        optimizer.zero_grad()
+        each = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none")
+        ((each * keep).sum() / keep.sum()).backward()
+        optimizer.step()
+
+    batch = torch.randn(4, 3, 6), torch.zeros(4, 3, dtype=torch.int64)
+    with pytest.raises(StepError, match="what is drawn as long as the batch, and not of it"):
+        capture(step, *batch, world_size=2, loss="global")

@@ -113,7 +113,8 @@ class Samples:
         result = self._result(node, sources)
         is_data = all(source.is_data for source in sources)
         may_count = next((one.may_count for one in sources if one.may_count), "")
-        may_count = may_count or self._made_like_batch(node)
+        if not may_count and all(one.kind == Kind.SAME for one in result):
+            may_count = self._made_like_batch(node)
         parts = parts_of(sources)
         if getattr(node.target, "overloadpacket", None) not in _CUTS:
             part = parts[0] if len(parts) == 1 else WHOLE  # two make pairs
@@ -187,9 +188,13 @@ class Samples:
 
     def _made_like_batch(self, node: fx.Node) -> str:
         """Say that what is made of nothing is as long as some samples, or holds their number."""
-        if node.all_input_nodes or is_random(node):
+        shapes = list(map(sizes_of, _outputs_of(node)))
+        if is_random(node):  # before a model makes tokens of samples their lengths are not known
+            lengths = [n for shape in shapes for n in shape if n]
+            is_like = any(size > 1 and n % size == 0 for n in lengths for size in self.sizes)
+            return "what is drawn as long as the batch, and not of it" if is_like else ""
+        if node.all_input_nodes:
             return ""
-        shapes = map(sizes_of, _outputs_of(node))
         if any(n > 1 and n in self.sizes for shape in shapes for n in shape):
             return "what is made as long as the batch, and not of it"
         number = argument_of(node, "fill_value") or argument_of(node, "s")
