@@ -252,9 +252,20 @@ def test_what_is_of_few_samples_each_is_no_part_of_the_batch(loss_of):
     trains_as_torch_does(loss_of)
 
 
-@pytest.mark.nightly
-def test_a_weight_is_no_length_that_is_a_symbol():
-    trains_as_torch_does(lambda model, x: 8 * by_sample(model, x).mean(), is_symbol=True)
+@pytest.mark.slow(reason="torch makes symbols of sizes")
+@pytest.mark.parametrize(
+    "loss_of",
+    first(
+        1,
+        [
+            lambda model, x: by_sample(model, x).sum() / x.size(0),
+            lambda model, x: by_sample(model, x).sum() / float(x.numel()),
+            lambda model, x: 8 * by_sample(model, x).mean(),
+        ],
+    ),
+)
+def test_a_loss_is_scaled_by_a_weight_or_divided_by_a_length_that_is_a_symbol(loss_of):
+    trains_as_torch_does(loss_of, is_symbol=True)
 
 
 @pytest.mark.nightly

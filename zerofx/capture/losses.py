@@ -34,6 +34,7 @@ from zerofx.ir.interface import input_role, noted, placeholders, recorded
 from zerofx.ir.reach import reached
 from zerofx.ir.roles import Role
 from zerofx.ir.samples.follow import Samples
+from zerofx.ir.samples.nodes import name_of
 from zerofx.ir.samples.pointwise import is_users_division
 from zerofx.ir.samples.values import Kind, Value
 from zerofx.ir.source import source_line
@@ -422,6 +423,8 @@ def _computed_of(builder: Builder, count: fx.Node, leaves: Mapping[fx.Node, fx.N
     substitutes = dict(leaves)
     for node in _between(count, leaves):
         if node.target is ops.count:
+            substitutes[node] = substitutes[node.args[0]]
+        elif name_of(node) in ("scalar_tensor", "sym_float"):  # of a size, as below
             substitutes[node] = substitutes[node.args[0]]
         elif str(node.target).endswith(".Scalar") and isinstance(node.args[1], fx.Node):
             # a size, in whose place a tensor is now
