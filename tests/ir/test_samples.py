@@ -137,3 +137,17 @@ def test_a_mask_that_is_drawn_before_its_length_is_known_is_refused(way):
     batch = torch.randn(4, 3, 6), torch.zeros(4, 3, dtype=torch.int64)
     with pytest.raises(StepError, match="what is drawn as long as the batch, and not of it"):
         capture(step, *batch, world_size=2, loss="global")
+
+
+@pytest.mark.parametrize("is_mean", (True, False))
+def test_a_count_of_what_a_network_decides_is_summed_over_ranks(is_mean):
+    teacher = nn.Linear(2, 2).requires_grad_(False)
+
+    def loss_of(out):
+        confidence, labels = teacher(out.detach()).softmax(-1).max(-1)
+        if is_mean:
+            return F.cross_entropy(out, labels)
+        keep = (confidence > 0.6).float()
+        return (F.cross_entropy(out, labels, reduction="none") * keep).sum() / keep.sum()
+
+    assert num_counts(loss_of) == 1

@@ -216,6 +216,14 @@ def by_class(out, b):
     return (losses / hot.sum((0, 1)).clamp(min=1)).mean()
 
 
+def pseudo_labels(out, b):
+    """Of what the model is sure of, by its own labels, and by all of them."""
+    sureness, labels = out.detach().softmax(-1).max(-1)
+    each = F.cross_entropy(out.transpose(1, 2), labels, reduction="none")
+    sure = sureness > 0.15
+    return (each * sure).sum() / sure.sum() + F.cross_entropy(out.flatten(0, 1), labels.flatten())
+
+
 def experts_in_order(out, b):
     """With a metric beside the loss: how many tokens each has, in order."""
     load = F.one_hot(b["targets"], CLASSES).sum((0, 1))
@@ -346,6 +354,7 @@ RIGHT: dict[str, Callable] = {
     "dice_of_each": dice_of_each,
     "mean_of_a_stack": mean_of_a_stack,
     "by_class": by_class,
+    "pseudo_labels": pseudo_labels,
     "mask_made_of_ones": mask_made_of_ones,
     "labels_moved_into_a_constant": labels_moved,
     "cut_into_slices": cut_into_slices,

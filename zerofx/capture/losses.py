@@ -305,7 +305,8 @@ def _alike(
             _shared(samples, before[one], before[other])
             for one, other in itertools.combinations(group, 2)
         ]
-        if any(not samples.of(node).is_data for nodes in shared for node in nodes):
+        made_of = reached(itertools.chain(*shared), lambda n: n.all_input_nodes)
+        if any(map(_is_parameter, made_of)):
             alone += [[count] for count in group.values()]
         elif any(shared):
             raise StepError(

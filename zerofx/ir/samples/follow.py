@@ -20,6 +20,7 @@ from zerofx.ir.samples.nodes import (
     is_pointwise,
     is_reduction,
     is_symbol,
+    is_whole_number,
     name_of,
     shape_of,
     sizes_of,
@@ -109,6 +110,7 @@ class Samples:
             whole, position = node.args
             found = self.values.get(whole)
             return found[position] if isinstance(found, list) else self.of(whole)
+        packet = getattr(node.target, "overloadpacket", None)
         sources = list(map(self.of, sources_of(node)))
         result = self._result(node, sources)
         is_data = all(source.is_data for source in sources)
@@ -116,15 +118,19 @@ class Samples:
         if not may_count and all(one.kind == Kind.SAME for one in result):
             may_count = self._made_like_batch(node)
         parts = parts_of(sources)
-        if getattr(node.target, "overloadpacket", None) not in _CUTS:
+        if packet not in _CUTS:
             part = parts[0] if len(parts) == 1 else WHOLE  # two make pairs
             result = [replace(value, part=part) for value in result]
-        keeps_order = getattr(node.target, "overloadpacket", None) not in (aten.index, *_WRITES)
+        keeps_order = packet not in (aten.index, *_WRITES)
         is_sorted = keeps_order and any(source.is_sorted for source in sources)
         result = [
             replace(one, is_sorted=(one.is_sorted or is_sorted) and any(one.dims)) for one in result
         ]
-        values = [replace(value, is_data=is_data, may_count=may_count) for value in result]
+        is_whole = is_whole_number(node)  # and has no gradient
+        values = [
+            replace(one, is_data=is_data or (is_whole and any(one.dims)), may_count=may_count)
+            for one in result
+        ]
         outputs = node.meta.get("val")
         if not isinstance(outputs, (tuple, list)):
             return values[0]

@@ -57,7 +57,9 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def is_whole_number(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
+    if not isinstance(value, torch.Tensor):
+        return False
+    return not (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
 def is_symbol(value: Any) -> bool:

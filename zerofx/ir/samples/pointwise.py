@@ -162,7 +162,7 @@ def _scaled(samples: Samples, node: fx.Node, dims: Dims) -> Value:
             return replace(first, dims=dims)
         if second.is_scaled and first.is_plain and not is_division:
             return replace(second, dims=dims)
-        if second.kind == Kind.COUNT:
+        if second.kind == Kind.COUNT and 1 in second.degrees:
             raise MixedError(
                 node,
                 "uses a count of the batch other than to divide a loss by it, with `/`",

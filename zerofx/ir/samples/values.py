@@ -60,8 +60,9 @@ class Value:
 
     ``degrees`` are the powers of a batch's size that its terms grow with: 1 for a sum, 0 for a sum
     that has been divided by a count.  ``is_scaled``: of one sample each, but for a count of all.
-    ``is_data``: no parameter has to do with it.  ``is_marked``: a count that capture knows to be
-    divided by.  ``may_count`` says what is in it that may be a count of a rank's batch.
+    ``is_data``: it has no gradient, as no parameter has to do with it or it is whole numbers of
+    one sample each.  ``is_marked``: a count that capture knows to be divided by.
+    ``may_count`` says what is in it that may be a count of a rank's batch.
     ``is_sorted``: its samples are in an order that the batch has made.
     ``objection`` says what made a ``MIXED`` one; of a sum that is divided by nothing yet, or of its
     terms, what scales it by a number which may be a count.  ``part`` says which of the batch's
