@@ -29,6 +29,7 @@ NONE = None
         (((1, 1), NONE), (1, 6), (6,), ((1, 1),)),
         ((NONE, (1, 1), NONE), (6, 1, 8), (6, 8), ((6, 1), NONE)),
         (((6, 1), NONE), (6, 8), (6, 1, 8), (NONE, (1, 1), NONE)),
+        ((NONE, (1, 1), NONE), (6, 1, 8), (6, 2, 4), (NONE, (1, 1), NONE)),
     ],
 )
 def test_a_view_keeps_samples_where_they_are(dims, before, after, expected):
@@ -41,6 +42,20 @@ PARTS = {
     "slice": lambda x: (x[:2], x[2:]),
     "joined again": lambda x: (torch.cat([*x.chunk(2)]),),
 }
+
+
+def test_a_batch_of_one_row_is_followed_through_attention_that_returns_its_weights():
+    model = nn.MultiheadAttention(6, 2, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x, x, x)[0].square().mean().backward()
+        optimizer.step()
+
+    assert nodes_of(
+        capture(step, torch.randn(1, 3, 6), world_size=2, loss="global"), ops.over_ranks
+    )
 
 
 @pytest.mark.parametrize("way", only(("chunk",), PARTS))

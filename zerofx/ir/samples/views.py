@@ -314,15 +314,16 @@ def reshaped(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dim
     for length, span in zip(before, dims, strict=True):
         if span is not None and after:
             begin = outside * span[0]
-            found |= _within(begin, begin * span[1], after)
+            found |= _within(begin, begin * span[1], after, len(after) < len(before))
         outside *= length
     return tuple(map(found.get, range(len(after))))
 
 
-def _within(begin: int, end: int, sizes: tuple[int, ...]) -> dict[int, Span]:
+def _within(begin: int, end: int, sizes: tuple[int, ...], is_folded: bool) -> dict[int, Span]:
     """The dimensions that a factor of all elements is in, which begins and ends there.
 
-    A single sample is no factor: it is where its dimension is, or in what that was put behind.
+    A single sample is no factor: it is where its dimension is, or in what that was put behind; in
+    what was put behind it, if there are no fewer dimensions than before.
     """
     found: dict[int, Span] = {}
     passed, single, left, right = 1, None, None, None
@@ -338,6 +339,7 @@ def _within(begin: int, end: int, sizes: tuple[int, ...]) -> dict[int, Span]:
             right = at
         passed *= size
     if not found:
-        at = next((at for at in (single, left, right) if at is not None), len(sizes) - 1)
+        order = (single, left, right) if is_folded else (single, right, left)
+        at = next((at for at in order if at is not None), len(sizes) - 1)
         found[at] = (sizes[at] if at == left else 1), 1
     return found
