@@ -166,3 +166,31 @@ def test_a_count_of_what_a_network_decides_is_summed_over_ranks(is_mean):
         return (F.cross_entropy(out, labels, reduction="none") * keep).sum() / keep.sum()
 
     assert num_counts(loss_of) == 1
+
+
+def weighed(out, weights):
+    return (out * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda out: out.square().mean() + out.new_zeros(()),
+        lambda out: (out + out.new_zeros(3, 4, 2)[0, 0]).square().mean(),
+        lambda out: weighed(out, out.new_ones(4, 1)),
+    ],
+)
+def test_what_a_tensor_makes_is_of_samples_if_it_begins_as_that_does(loss_of):
+    assert num_counts(loss_of) == 1
+
+
+@pytest.mark.parametrize(
+    "loss_of, words",
+    [
+        (lambda out: weighed(out, out.new_ones(1, 4).t()), "what is made as long as the batch"),
+        (lambda out: out.sum() / out.new_full((), 4.0), "a number that is made of the batch's"),
+    ],
+)
+def test_what_a_tensor_makes_of_the_batchs_length_is_refused(loss_of, words):
+    with pytest.raises(StepError, match=words):
+        num_counts(loss_of)

@@ -113,7 +113,7 @@ class Samples:
         packet = getattr(node.target, "overloadpacket", None)
         sources = list(map(self.of, sources_of(node)))
         result = self._result(node, sources)
-        is_data = all(source.is_data for source in sources)
+        is_data = packet in _MAKERS or all(source.is_data for source in sources)
         may_count = next((one.may_count for one in sources if one.may_count), "")
         if not may_count and all(one.kind == Kind.SAME for one in result):
             may_count = self._made_like_batch(node)
@@ -199,7 +199,7 @@ class Samples:
             lengths = [n for shape in shapes for n in shape if n]
             is_like = any(size > 1 and n % size == 0 for n in lengths for size in self.sizes)
             return "what is drawn as long as the batch, and not of it" if is_like else ""
-        if node.all_input_nodes:
+        if node.all_input_nodes and getattr(node.target, "overloadpacket", None) not in _MAKERS:
             return ""
         if any(n > 1 and n in self.sizes for shape in shapes for n in shape):
             return "what is made as long as the batch, and not of it"
@@ -261,6 +261,8 @@ _WRITES = (
     *(aten.scatter, aten.scatter_add, aten.scatter_reduce),
 )
 
+_MAKERS = (aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros)
+
 _RULES: dict[Any, Callable[[Samples, fx.Node], Any]] = {
     **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape), views.viewed),
     **dict.fromkeys((aten.permute, aten.transpose, aten.t), views.permuted),
@@ -290,6 +292,7 @@ _RULES: dict[Any, Callable[[Samples, fx.Node], Any]] = {
     **dict.fromkeys((aten.index,), views.indexed),
     **dict.fromkeys((aten.index_select,), views.index_selected),
     **dict.fromkeys(_WRITES, views.scattered),
+    **dict.fromkeys(_MAKERS, unknown.made),
     **dict.fromkeys(
         (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.dot), products.product
     ),

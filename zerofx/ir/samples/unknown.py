@@ -70,6 +70,12 @@ def _along(node: fx.Node, value: Value) -> list[int]:
     return [dim % ndim for dim in found] if ndim else []
 
 
+def made(samples: Samples, node: fx.Node) -> Value:
+    """Follow ``x.new_zeros(...)``, which reads no values: of samples if it begins as x does."""
+    dims = _kept(samples.of(node.args[0]).dims, shape_of(node.args[0]), shape_of(node))
+    return Value(Kind.SAMPLES if any(dims) else Kind.SAME, dims)
+
+
 def unknown(samples: Samples, node: fx.Node) -> Value | list[Value]:
     """Dimensions stay where they are as long as before, or the first does."""
     outputs = node.meta.get("val")
