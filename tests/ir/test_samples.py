@@ -76,8 +76,11 @@ def test_a_part_of_a_batch_has_as_many_samples_as_it_is_long(way):
     assert nodes_of(captured, ops.over_ranks)
 
 
-def num_counts(loss_of, *batch):
+def num_counts(loss_of, *batch, is_symbol=False):
     """Return how many counts are summed over ranks, for a loss of what a linear layer computes."""
+    x = torch.randn(4, 6)
+    if is_symbol:
+        torch._dynamo.mark_dynamic(x, 0)
     model = nn.Linear(6, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -86,7 +89,7 @@ def num_counts(loss_of, *batch):
         loss_of(model(x), *given).backward()
         optimizer.step()
 
-    captured = capture(step, torch.randn(4, 6), *batch, world_size=2, loss="global")
+    captured = capture(step, x, *batch, world_size=2, loss="global")
     return len(nodes_of(captured, ops.over_ranks)) - 2  # ranks, and those that have data
 
 
@@ -194,3 +197,15 @@ def test_what_a_tensor_makes_is_of_samples_if_it_begins_as_that_does(loss_of):
 def test_what_a_tensor_makes_of_the_batchs_length_is_refused(loss_of, words):
     with pytest.raises(StepError, match=words):
         num_counts(loss_of)
+
+
+@pytest.mark.parametrize(
+    "loss_of, words",
+    [
+        (lambda out: weighed(out, torch.ones(len(out), 1)), "what is made as long as the batch"),
+        (lambda out: out.sum() / torch.full((), len(out)), "a number that is made of the batch's"),
+    ],
+)
+def test_what_is_made_of_a_length_that_is_a_symbol_is_refused(loss_of, words):
+    with pytest.raises(StepError, match=words):
+        num_counts(loss_of, is_symbol=True)

@@ -199,11 +199,13 @@ class Samples:
             lengths = [n for shape in shapes for n in shape if n]
             is_like = any(size > 1 and n % size == 0 for n in lengths for size in self.sizes)
             return "what is drawn as long as the batch, and not of it" if is_like else ""
-        if node.all_input_nodes and getattr(node.target, "overloadpacket", None) not in _MAKERS:
+        if sources_of(node) and getattr(node.target, "overloadpacket", None) not in _MAKERS:
             return ""
         if any(n > 1 and n in self.sizes for shape in shapes for n in shape):
             return "what is made as long as the batch, and not of it"
         number = argument_of(node, "fill_value") or argument_of(node, "s")
+        if self.of(number).kind == Kind.COUNT:  # a symbol
+            return "a number that is made of the batch's length"
         if node.op == "get_attr":
             constant = operator.attrgetter(node.target)(self.graph.owning_module)
             if isinstance(constant, torch.Tensor) and constant.numel() == 1:  # and no function
