@@ -20,7 +20,7 @@ def form(step_s: float, **options) -> Form:
 class Searched:
     """A search of which it is known what it finds: forms that fit, the best one first."""
 
-    limit = 100
+    limit, within = 100, "memory_limit is 100 bytes"
 
     def __init__(self, *forms: Form) -> None:
         self.forms = forms
