@@ -186,10 +186,10 @@ def test_a_save_behind_that_is_ended_by_anything_has_failed(tmp_path):
     "ways",
     [
         ("SIGINT",),
-        *map(
-            nightly,
-            [("destroy", "destroy"), ("raise", "exit"), ("os._exit", "end"), ("full", "end")],
-        ),
+        ("destroy", "destroy"),
+        nightly(("raise", "exit")),
+        ("os._exit", "end"),
+        ("full", "end"),
     ],
     ids=",".join,
 )

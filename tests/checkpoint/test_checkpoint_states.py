@@ -222,7 +222,7 @@ def load_after_an_evaluation(path: str) -> tuple[list, list, list]:
     return expected, train(zero(3, {}), (model, optimizer), range(2, 4)), shapes
 
 
-@pytest.mark.nightly
+@pytest.mark.slow(reason="ranks load, and train on")
 def test_a_model_that_is_sharded_gets_states_as_shards(ranks, tmp_path):  # noqa: F811
     for expected, losses, shapes in ranks(2).run(load_after_an_evaluation, str(tmp_path / "a")):
         assert losses == expected

@@ -138,6 +138,10 @@ def test_so_it_is_on_ranks(way, ranks, tmp_path):  # noqa: F811
         assert len(changed) == num_copies, changed
 
 
+def test_a_change_between_steps_comes_after_the_copy(tmp_path):
+    save_and_go_on(str(tmp_path), 3, {}, step, write_whole)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("between", [write_whole, load_others, give_back])
 def test_changes_between_steps_come_after_the_copy(between, ranks, tmp_path):  # noqa: F811

@@ -26,7 +26,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit import models
-from tests.kit.covering import only
+from tests.kit.covering import exhaustive, nightly, only
 from tests.kit.ranks import ranks_fixture, start  # noqa: F401
 from tests.kit.step_forms.form import FORMS, step_with
 from tests.kit.step_forms.training import built, rank_and_world_size, run, state_of, zero
@@ -105,9 +105,12 @@ NOT_KEPT = (
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in FORMS if not FORMS[name].only_exhaustive])
 @pytest.mark.parametrize("stage", (0, 1, 3))
-def test_the_next_start_captures_nothing_and_trains_alike(name, stage):
-    without = started(train_form, name, stage, is_kept=False)
-    cold, warm = (started(train_form, name, stage) for _ in range(2))
+@pytest.mark.parametrize("lowering", ("eager", exhaustive("inductor")))
+def test_the_next_start_captures_nothing_and_trains_alike(name, stage, lowering, monkeypatch):
+    if lowering == "inductor":
+        monkeypatch.setattr(update, "FEWEST_ELEMENTS", 1)  # kernels of all updates are compiled
+    without = started(train_form, name, stage, is_kept=False, lowering=lowering)
+    cold, warm = (started(train_form, name, stage, lowering=lowering) for _ in range(2))
     assert_alike(without.results, cold.results)
     assert_alike(without.results, warm.results)
     if name not in NOT_KEPT:
@@ -120,8 +123,10 @@ def on_a_rank(folder: str, name: str, stage: int, **options) -> list[Start]:
         return [started(train_form, name, stage, **options) for _ in range(2)]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name, stage", [("tied_weights_autocast_and_clipping", 3), ("plain", 1)])
+@pytest.mark.slow(reason="ranks compile twice")
+@pytest.mark.parametrize(
+    "name, stage", [nightly("tied_weights_autocast_and_clipping", 3), ("plain", 1)]
+)
 def test_ranks_share_what_they_captured_and_have_programs_of_their_own(
     ranks,  # noqa: F811
     name,

@@ -61,10 +61,11 @@ def shallow():
 
 @pytest.mark.slow(reason="two ranks and a single process train through Trainer")
 def test_losses_norms_and_weights_are_those_of_one_process_with_all_batches(ranks, tmp_path):  # noqa: F811
-    two = {"per_device_train_batch_size": 6}
+    given = {"gradient_accumulation_steps": 2}
+    two = {**given, "per_device_train_batch_size": 3}
     settings = two, None, None, 0, shallow
     found = ranks(2).run(train_on_rank, str(tmp_path / "two"), *settings, timeout_s=300)
-    one = {"per_device_train_batch_size": 12}
+    one = {**given, "per_device_train_batch_size": 6}
     expected, _, model = train_alone(tmp_path / "one", one, build=shallow)
     for losses, _ in found:
         check(losses, expected)

@@ -130,9 +130,5 @@ def evict_shards(node):
     return node.target is ops.evict and node.args[1] == "shards"
 
 
-def evict_value(node):
-    return node.target is ops.evict and node.args[1] == "value" and changes_files(node)
-
-
 def drop_value(node):
     return node.target is ops.evict and node.args[1] == "value" and not changes_files(node)

@@ -44,6 +44,7 @@ def test_a_program_is_compiled_by_one_process_until_that_has_ended(cache):
     held, says = context.Pipe()
     holder = context.Process(target=hold, args=(str(cache), says), daemon=True)
     start(holder, 0)
+    says.close()  # or nobody would hear that it has ended
     assert held.recv() == "held"
     with turn_to_compile("a program", waits=False) as is_mine:
         assert not is_mine

@@ -246,7 +246,7 @@ def unsharded(stage: int) -> dict:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.nightly
+@pytest.mark.slow(reason="ranks compile and train")
 @pytest.mark.parametrize("stage", only((3,), (0, 3)))
 def test_unshard_averages_what_was_collected(stage, ranks):  # noqa: F811
     twin = new_model()

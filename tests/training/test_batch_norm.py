@@ -208,7 +208,7 @@ def with_rank_0s():
     return seen
 
 
-@pytest.mark.nightly
+@pytest.mark.slow(reason="ranks compile and train")
 def test_buffers_are_rank_0s_at_every_call(ranks):  # noqa: F811
     first, second = ranks(2).run(with_rank_0s, timeout_s=300)
     for (own, out, then), (others, same_out, same_then) in zip(first, second, strict=True):

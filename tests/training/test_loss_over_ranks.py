@@ -96,11 +96,12 @@ def test_a_rank_may_have_nothing_that_counts(ranks, micro_batches):  # noqa: F81
         check(found, expected)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow(reason="two ranks compile and train")
 def test_compiled_it_trains_so_too(ranks):  # noqa: F811
-    options = {"stage": 3, "lowering": "inductor"}
-    for found in ranks(2).run(train_on_rank, "z_loss", options, 1, False, False, 1):
-        check(found, train_alone("z_loss", 2, calls=1))
+    options, batches = {"stage": 3, "lowering": "inductor"}, (1, False, False, 1)
+    expected = of_small(train_alone, "z_loss", 2, *batches)
+    for found in ranks(2).run(of_small, train_on_rank, "z_loss", options, *batches):
+        check(found, expected)
 
 
 @pytest.mark.nightly

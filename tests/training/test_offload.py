@@ -156,8 +156,8 @@ def test_other_optimizers_are_bitwise_the_same(make):
 # The kernel
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("stage", (3, 1))
+@pytest.mark.slow(reason="kernels are compiled")
+@pytest.mark.parametrize("stage", (3, nightly(1)))
 def test_a_bucket_is_one_kernel_there_too_and_bitwise_the_same(stage):
     without, offloaded = with_kernels(stage), with_kernels(stage, **OFFLOAD)
     assert_same(offloaded[:3], without[:3])

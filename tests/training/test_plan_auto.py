@@ -265,10 +265,11 @@ def test_within_what_is_free_it_says_what_it_has_chosen_and_why():
 @pytest.mark.slow(reason="every stage is tried, and on more ranks")
 @pytest.mark.parametrize("options", ({"offload": ()}, nightly({})), ids=str)
 def test_nothing_fits(options):
+    model = torch.nn.Linear(6, 3)
     with pytest.raises(
         BudgetError, match="memory_limit is 10 bytes, and the least.* with a smaller batch"
     ):
-        run(auto(plain, 10, **options), built(), [0])
+        run(auto(plain, 10, **options), (model, torch.optim.AdamW(model.parameters())), [0])
 
 
 @pytest.mark.nightly

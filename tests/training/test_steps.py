@@ -477,8 +477,8 @@ def means_with_recompilations(alone: bool) -> tuple[torch.Tensor, torch.Tensor, 
     return model.mean, model.offset, programs_compiled() - before
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("alone", (True, False))
+@pytest.mark.slow(reason="ranks compile twice")
+@pytest.mark.parametrize("alone", (True, nightly(False)))
 def test_a_later_program_leaves_buffers_the_ranks_own(alone, ranks):  # noqa: F811
     """Rank 1 compiles for buffers that it has not had before, alone or as rank 0 does."""
     for rank, (mean, offset, programs) in enumerate(

@@ -163,9 +163,6 @@ def check(trained: Callable, form: Form, stage: int, off: tuple[str, ...]) -> No
     assert found <= PROMISED
 
 
-# The default suite.
-
-
 def test_the_options_are_the_pipelines_optional_passes():
     assert set(OPTIONAL_PASSES) == {*PASSES, "fuse_optimizer"}
 

@@ -231,7 +231,6 @@ def test_what_looks_settles_and_the_next_call_is_a_first_one(by, ranks):
     assert first != expected(plain, 4, num_ranks=2)[0][0], "settling shows"
 
 
-@pytest.mark.nightly
 def test_what_is_loaded_is_loaded_over_the_pending_update():
     reference = Reference()
     model, optimizer = built()
@@ -247,7 +246,6 @@ def test_what_is_loaded_is_loaded_over_the_pending_update():
     assert not pending(optimizer)
 
 
-@pytest.mark.nightly
 def test_loading_the_optimizer_settles_first():
     reference = Reference()
     model, optimizer = built()
@@ -548,7 +546,6 @@ def tensor_rates(params, lr):
     return torch.optim.SGD(groups, lr=torch.tensor(lr), momentum=0.9)
 
 
-@pytest.mark.nightly
 def test_a_learning_rate_that_is_a_tensor_is_read_at_the_call():
     """Schedulers write to it in place, while the update is under way."""
     go, original = threading.Event(), ReadyUpdate.__init__

@@ -267,6 +267,7 @@ def test_what_a_piece_was_known_by_is_looked_at_again(uncompiled):
             one.step(seed)
             other.step(seed)
             assert_alike(one, other)
+    assert float(one.states[1]["step"]) == 40 + 2, "the last disturbance's, and steps since"
 
 
 def test_a_piece_that_is_as_in_the_last_step_is_not_put_together_again(uncompiled, monkeypatch):

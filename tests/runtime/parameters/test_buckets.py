@@ -415,9 +415,13 @@ def check_another_layout_after_unshard(stage: int) -> None:
     pair.assert_alike()
 
 
+def test_a_function_compiled_for_another_layout_is_refused():
+    check_another_layout_after_unshard(3)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_function_compiled_for_another_layout_is_refused(world, stage):
+def test_so_it_is_on_ranks(world, stage):
     world.run(check_another_layout_after_unshard, stage)
 
 
