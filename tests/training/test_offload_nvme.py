@@ -20,7 +20,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.kit.covering import first, nightly, only
+from tests.kit.covering import exhaustive, first, nightly, only
 from tests.kit.device_memory import squares
 from tests.kit.files import files_of, open_in
 from tests.kit.models import features
@@ -55,10 +55,6 @@ from zerofx.runtime.storage.memory import HostMemory
 SMALL_BUCKETS = {"bucket_bytes": 256}
 PAGE = 4096
 LARGE = 2**26
-
-
-def exhaustive(case):
-    return pytest.param(case, marks=pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True)
