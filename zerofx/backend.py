@@ -380,7 +380,7 @@ class CompiledFunction:
         try:
             self.choice = first_found(looked, partial(agreed, exchange=exchange))
         except BudgetError as error:
-            if before is not None and "stage" not in by_user:
+            if before is not None and before is not self and "stage" not in by_user:
                 error.add_note(
                     f"Its stage is that of {before.name}, which was called with the same "
                     "parameters before: another may take less. Call the training step first, or "

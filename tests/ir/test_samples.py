@@ -157,6 +157,28 @@ def test_a_mask_that_is_drawn_before_its_length_is_known_is_refused(way):
         capture(step, *batch, world_size=2, loss="global")
 
 
+def test_a_mask_that_is_drawn_over_features_is_none_of_the_batch():
+    """Though its length may be a multiple of the batch's."""
+
+    def loss_of(out):
+        mask = (torch.rand(8) < 0.5).float()
+        return (out.repeat(1, 4).square() * mask).sum() / mask.sum()
+
+    assert num_counts(loss_of) == 0
+
+
+def test_labels_of_the_largest_are_counted_as_those_of_argmax_are():
+    def loss_of(find):
+        def loss(out):
+            hard = find(out)
+            return (out.square().sum(-1) * hard).sum() / hard.sum()
+
+        return loss
+
+    argmax = num_counts(loss_of(lambda out: out.argmax(-1)))
+    assert num_counts(loss_of(lambda out: out.max(-1)[1])) == argmax == 1
+
+
 @pytest.mark.parametrize("is_mean", (True, False))
 def test_a_count_of_what_a_network_decides_is_summed_over_ranks(is_mean):
     teacher = nn.Linear(2, 2).requires_grad_(False)

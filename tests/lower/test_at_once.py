@@ -190,6 +190,13 @@ def test_regions_that_ranks_have_alike_are_taken_over_together_whatever_their_sh
     assert rank.taken == {at_once.ALIKE: 4} and len(process.given) == 3
 
 
+def test_a_region_that_ranks_have_alike_waits_for_those_that_have_not_compiled_it(process):
+    rank, of = AtOnce("step", lambda value: [value]), program(4, is_alike=True)
+    with mock.patch.object(CompiledRegion, "is_to_compile", new=False):  # in an earlier function
+        rank.add(of)
+    assert [one.waits for one in of.children()] == [True] and list(rank._units) == [at_once.ALIKE]
+
+
 def test_a_program_that_needs_nothing_compiled_is_over_with_its_third_step(process):
     rank = AtOnce("step", lambda value: [value])
     for _ in range(3):
@@ -258,16 +265,21 @@ def test_what_is_asked_for_again_is_not_taken_over_twice(process):
     assert compiles.call_count == 1 and rank.taken == {name: 2} and process.is_closed
 
 
-def test_a_kernel_that_cannot_be_compiled_goes_on_operator_by_operator(process, caplog):
+def test_a_kernel_that_cannot_be_compiled_goes_on_operator_by_operator(
+    process, caplog, monkeypatch
+):
+    """So does that of a later program, when nothing is taken over any more."""
     rank = AtOnce("step", lambda value: [value])
-    kernel = compat.inductor.CompiledForAnyLength(body())
+    kernel, later = (compat.inductor.CompiledForAnyLength(body()) for _ in range(2))
     failure = RuntimeError("no compiler")
+    monkeypatch.setattr(compat.inductor.CompiledForAnyLength, "_left", set())
     with mock.patch.object(compat.inductor.CompiledForAnyLength, "_compile", side_effect=failure):
         for _ in range(3):
             with rank.running():
                 (found,) = kernel(torch.ones(4))
             process.done.update(process.given)
-    assert found == torch.ones(()).sin() and rank.is_over
+        (of_later,) = later(torch.ones(4))
+    assert found == of_later == torch.ones(()).sin() and rank.is_over
     assert caplog.text.count("RuntimeError: no compiler") == 1
 
 

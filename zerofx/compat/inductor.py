@@ -461,6 +461,9 @@ class CompiledForAnyLength:
     apart, and every call checks guards.  On a CPU, what is compiled runs without Python's lock.
     """
 
+    _left: set[str] = set()
+    """The texts of what runs operator by operator, in every program."""
+
     def __init__(self, gm: torch.fx.GraphModule) -> None:
         self._gm = gm
         self._compiled: dict[tuple, Callable] = {}
@@ -472,6 +475,8 @@ class CompiledForAnyLength:
         """Return the program for such dtypes, devices and dimensions, compiled if new."""
         kinds = _kinds(inputs)
         if kinds not in self._compiled:
+            if self._left and self.text(inputs) in self._left:
+                return self._gm
             later = AT_ONCE.get()
             if later is not None and later(self, inputs):
                 return self._gm
@@ -493,9 +498,9 @@ class CompiledForAnyLength:
         compile_now = functools.partial(self._compile, inputs)
         self._compiled[_kinds(inputs)] = _in_thread_of_its_own(compile_now)
 
-    def leave(self, inputs: Sequence[Any]) -> None:
-        """Have such inputs run operator by operator."""
-        self._compiled[_kinds(inputs)] = self._gm
+    def leave(self, text: str) -> None:
+        """Have what is of this text run operator by operator."""
+        self._left.add(text)
 
     def _compile(self, inputs: Sequence[Any]) -> Callable:
         from torch._inductor.compile_fx import compile_fx

@@ -521,7 +521,7 @@ def agreed(search: Search, exchange: Callable[[Sequence[str], bytes], Sequence[b
         if math.isinf(min(slowest)) or form is None:
             raise BudgetError(
                 f"{search.within}, and ranks whose batches have other shapes need "
-                f" different plans for it: none of {len(keys)} fits all of them. Give batches "
+                f"different plans for it: none of {len(keys)} fits all of them. Give batches "
                 "of one shape, or choose by options."
             )
         mine = replace(mine, form=form)

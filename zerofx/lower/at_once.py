@@ -155,14 +155,17 @@ class AtOnce:
     def add(self, program: nn.Module) -> None:
         """Have a program's regions compiled, but for those that are already.
 
-        Equal ones are taken over together, under the first one's name; and all that are alike.
+        Equal ones are taken over together, under the first one's name; and all that are alike, of
+        which other ranks may have compiled others.
         """
         names: dict[str, str] = {}
         children = program.named_children()
         regions = {name: one for name, one in children if isinstance(one, CompiledRegion)}
         for name, region in regions.items():
-            if region.is_to_compile:
-                name = ALIKE if _is_alike(region) else names.setdefault(region.text, name)
+            if _is_alike(region) and region.sample is not None:  # others may not have it yet
+                self._compile_later(ALIKE, region, regions.values())
+            elif region.is_to_compile:
+                name = names.setdefault(region.text, name)
                 self._compile_later(name, region, regions.values())
 
     def join(self, program: nn.Module) -> None:
@@ -177,7 +180,7 @@ class AtOnce:
             if (unit := units.get(region.text)) is not None:
                 region.waits = True
                 unit.takes[id(region)] = partial(_take, region, regions)
-            elif ALIKE in self._units and _is_alike(region) and region.is_to_compile:
+            elif ALIKE in self._units and _is_alike(region) and region.sample is not None:
                 self._compile_later(ALIKE, region, regions)
 
     def _compile_later(
@@ -229,16 +232,15 @@ class AtOnce:
             return False
 
         def take() -> None:
-            examples = [one.made() for one in like]
             try:
-                kernel.compile(examples)
+                kernel.compile([one.made() for one in like])
             except Exception as error:  # which the other ranks would wait for in a collective
                 logger.warning(
                     "Inductor cannot compile %s, which runs operator by operator from now on: its "
                     "results are the same to rounding, and its steps slower. It says: %s: %s",
                     *(name, type(error).__name__, error),
                 )
-                kernel.leave(examples)
+                kernel.leave(text)
 
         self._send(name, Work(text, data, of_any_length=True), id(kernel), take)
         return True

@@ -224,18 +224,21 @@ def _choice(
     given = {name: value for name, value in given.items() if name not in free}
     try:
         options = _options(call, given, axes, 3)
-        search = partial(
-            Search,
-            call.step,
-            ranks=_ranks(axes, options, source, call.makes_whole),
-            limit=limit,
-            why_whole=call.why_not_sharded,
-            made=made.forecasts.values(),
-            more=2**30,
-        )
-        looked = searches(search, call.step, options, named(given, call.environ) - free, axes)
+    except ValueError as error:  # they do not go together
+        return str(error)
+    search = partial(
+        Search,
+        call.step,
+        ranks=_ranks(axes, options, source, call.makes_whole),
+        limit=limit,
+        why_whole=call.why_not_sharded,
+        made=made.forecasts.values(),
+        more=2**30,
+    )
+    looked = searches(search, call.step, options, named(given, call.environ) - free, axes)
+    try:
         return first_found(looked, Search.run)
-    except ValueError as error:  # of options that do not go together; a StepError is one too
+    except StepError as error:
         return str(error)
 
 

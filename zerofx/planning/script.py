@@ -189,6 +189,11 @@ class _Done:
     def is_completed(self) -> bool:
         return True
 
+    def get_future(self) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(None)
+        return future
+
 
 def _with_work(
     collective: Callable[..., Any], instead: Callable[[Any, Any], None]
@@ -199,7 +204,10 @@ def _with_work(
     """
     signature = inspect.signature(collective)
 
+    @functools.wraps(collective)
     def call(*args: Any, **options: Any) -> _Done | None:
+        if torch.compiler.is_compiling():  # the step has a collective of its own
+            return collective(*args, **options)
         given = signature.bind(*args, **options)
         given.apply_defaults()
         one, other, *_ = given.arguments.values()
@@ -245,10 +253,12 @@ def _collectives() -> dict[Callable[..., Any], Callable[..., Any]]:
             output.copy_(tensors[0])
 
     def all_gather_single(output: torch.Tensor, tensor: torch.Tensor) -> None:
-        output.view(-1, *tensor.shape).copy_(tensor)
+        if tensor.numel():
+            output.view(-1, *tensor.shape).copy_(tensor)
 
     def reduce_scatter_single(output: torch.Tensor, tensor: torch.Tensor) -> None:
-        output.copy_(tensor.reshape(-1, *output.shape)[0])
+        if output.numel():
+            output.copy_(tensor.reshape(-1, *output.shape)[0])
 
     new_group = dist.new_group
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,10 @@ from zerofx.ir.interface import input_role
 from zerofx.ir.samples import pointwise, products, reductions, unknown, views
 from zerofx.ir.samples.nodes import (
     argument_of,
+    holds_whole_numbers,
     is_pointwise,
     is_reduction,
     is_symbol,
-    is_whole_number,
     name_of,
     shape_of,
     sizes_of,
@@ -50,6 +51,8 @@ class Samples:
     """Each a ``Value``, or a list of them for an operator with several results."""
     sizes: set[int] = field(default_factory=set)
     """Lengths of dimensions that count samples."""
+    given: set[int] = field(default_factory=set)
+    """The numbers of samples, of their tokens, and so on, that the step is called with."""
     numbers: set[int] = field(default_factory=set)
     """Those of them that a program has as a number, and not as a symbol."""
 
@@ -81,6 +84,8 @@ class Samples:
         tensors = [node for node in nodes if shape_of(node) and input_role(node).kind == "other"]
         given = [node for node in tensors if input_role(node).is_argument]
         lengths = {shape_of(node)[0] for node in given}
+        shapes = map(shape_of, given)
+        self.given = {n for shape in shapes for n in itertools.accumulate(shape, operator.mul)}
         symbols = {str(size) for node in given if is_symbol(size := node.meta["val"].shape[0])}
         for node in nodes:
             role, value = input_role(node), node.meta.get("val")
@@ -126,15 +131,14 @@ class Samples:
         result = [
             replace(one, is_sorted=(one.is_sorted or is_sorted) and any(one.dims)) for one in result
         ]
-        is_whole = is_whole_number(node)  # and has no gradient
-        values = [
-            replace(one, is_data=is_data or (is_whole and any(one.dims)), may_count=may_count)
-            for one in result
-        ]
         outputs = node.meta.get("val")
-        if not isinstance(outputs, (tuple, list)):
-            return values[0]
-        return values * len(outputs) if len(values) == 1 else values
+        is_single = not isinstance(outputs, (tuple, list))
+        outputs = [outputs] if is_single else outputs
+        values = []
+        for one, output in zip(result * (len(outputs) // len(result)), outputs, strict=True):
+            is_whole = any(one.dims) and holds_whole_numbers(output)  # which have no gradient
+            values.append(replace(one, is_data=is_data or is_whole, may_count=may_count))
+        return values[0] if is_single else values
 
     def _result(self, node: fx.Node, sources: list[Value]) -> list[Value]:
         """Return the values of a node's results, one for all if they are alike."""
@@ -195,9 +199,8 @@ class Samples:
     def _made_like_batch(self, node: fx.Node) -> str:
         """Say that what is made of nothing is as long as some samples, or holds their number."""
         shapes = list(map(sizes_of, _outputs_of(node)))
-        if is_random(node):  # before a model makes tokens of samples their lengths are not known
-            lengths = [n for shape in shapes for n in shape if n]
-            is_like = any(size > 1 and n % size == 0 for n in lengths for size in self.sizes)
+        if is_random(node):  # before a model makes tokens of samples
+            is_like = any(n > 1 and n in self.given for shape in shapes for n in shape)
             return "what is drawn as long as the batch, and not of it" if is_like else ""
         if sources_of(node) and getattr(node.target, "overloadpacket", None) not in _MAKERS:
             return ""

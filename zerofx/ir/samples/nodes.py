@@ -56,7 +56,10 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def is_whole_number(node: fx.Node) -> bool:
-    value = node.meta.get("val")
+    return holds_whole_numbers(node.meta.get("val"))
+
+
+def holds_whole_numbers(value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
     return not (value.dtype.is_floating_point or value.dtype.is_complex)

@@ -313,8 +313,8 @@ def reshaped(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dim
     outside = 1
     for length, span in zip(before, dims, strict=True):
         if span is not None and after:
-            begin = outside * span[0]
-            found |= _within(begin, begin * span[1], after, len(after) < len(before))
+            begin, is_folded = outside * span[0], len(after) < len(before) or span[0] != 1
+            found |= _within(begin, begin * span[1], after, is_folded)
         outside *= length
     return tuple(map(found.get, range(len(after))))
 
@@ -323,7 +323,7 @@ def _within(begin: int, end: int, sizes: tuple[int, ...], is_folded: bool) -> di
     """The dimensions that a factor of all elements is in, which begins and ends there.
 
     A single sample is no factor: it is where its dimension is, or in what that was put behind; in
-    what was put behind it, if there are no fewer dimensions than before.
+    what was put behind it, if it had a dimension and there are no fewer than before.
     """
     found: dict[int, Span] = {}
     passed, single, left, right = 1, None, None, None

@@ -360,8 +360,8 @@ def states_after_a_step(
         try:
             shadow = shadow_of(optimizer, {(group, 0): parameter})
             shadow.param_groups[0].update(hyperparameters or {})
-            if "capturable" in shadow.param_groups[0]:  # which torch refuses on a CPU
-                shadow.param_groups[0]["capturable"] = False
+            for name in {"capturable", "foreach"} & shadow.param_groups[0].keys():
+                shadow.param_groups[0][name] = False  # which torch refuses on a CPU, or so
             type(shadow).step(shadow)
         except Exception:
             return None
