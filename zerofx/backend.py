@@ -376,7 +376,7 @@ class CompiledFunction:
             why_whole=self.why_not_sharded,
             known=REGISTRY.places(step.tensors),
         )
-        looked = searches(search, step, given, fixed, ranks.axes, kept)
+        looked = searches(search, step, given, fixed, ranks, kept)
         try:
             self.choice = first_found(looked, partial(agreed, exchange=exchange))
         except BudgetError as error:

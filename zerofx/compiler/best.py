@@ -444,7 +444,7 @@ def searches(
     step: CapturedStep,
     given: Options,
     named: Collection[str],
-    axes: Sequence[tuple[str, int]],
+    ranks: Ranks,
     kept: int | None = None,
 ) -> Iterator[Search]:
     """Yield where to look for a step's form: in the next one if nothing is found in one.
@@ -458,11 +458,11 @@ def searches(
         return
     cut = given
     if "stage" not in named:
-        has_axes = len(axes) > 1 and axes[0][1] > 1
+        has_axes = len(ranks.axes) > 1 and ranks.axes[0][1] > 1
         cut = replace(given, stage=3, outer_stage=3 if has_axes else None)
     room = kept
     if room is None:
-        shards = math.prod(size for _, size in axes) if cut.stage else 1
+        shards = ranks.mesh_for(cut).num_shards if cut.stage else 1
         trained = sum(info.numel for info in step.table if info.requires_grad)
         room = 0 if "optimizer" in cut.offload else STATE_BYTES * -(-trained // shards)
     yield search(given=cut, named={*named, "stage", "offload"}, room=room)

@@ -226,16 +226,17 @@ def _choice(
         options = _options(call, given, axes, 3)
     except ValueError as error:  # they do not go together
         return str(error)
+    ranks = _ranks(axes, options, source, call.makes_whole)
     search = partial(
         Search,
         call.step,
-        ranks=_ranks(axes, options, source, call.makes_whole),
+        ranks=ranks,
         limit=limit,
         why_whole=call.why_not_sharded,
         made=made.forecasts.values(),
         more=2**30,
     )
-    looked = searches(search, call.step, options, named(given, call.environ) - free, axes)
+    looked = searches(search, call.step, options, named(given, call.environ) - free, ranks)
     try:
         return first_found(looked, Search.run)
     except StepError as error:
