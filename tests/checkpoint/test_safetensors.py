@@ -70,6 +70,7 @@ def load_here(path: str, stage: int, is_bound: bool) -> dict:
     return found
 
 
+@pytest.mark.slow(reason="a step is compiled for each way to name a file")
 @pytest.mark.parametrize(
     ("size", "stage", "is_bound"),
     [(1, 3, True), nightly(2, 3, True), nightly(2, 1, True), nightly(3, 3, False)],
