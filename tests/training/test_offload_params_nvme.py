@@ -18,7 +18,7 @@ from torch import nn
 
 import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 import zerofx
-from tests.kit.covering import only
+from tests.kit.covering import exhaustive, only
 from tests.kit.files import open_in
 from tests.kit.models import features
 from tests.kit.persistent import persistent_bytes
@@ -49,10 +49,6 @@ SMALL_BUCKETS = {"bucket_bytes": 256}
 PARAMS, WITH_STATES, ALL = "params", "optimizer,params", "optimizer,params,activations"
 LARGE = 2**26
 EXHAUSTIVE = pytest.mark.exhaustive
-
-
-def exhaustive(*case):
-    return pytest.param(*case, marks=EXHAUSTIVE)
 
 
 @pytest.fixture(autouse=True)

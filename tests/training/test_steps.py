@@ -302,7 +302,7 @@ def eager_checkpoint() -> tuple[dict, dict]:
 
 @pytest.fixture(scope="module", params=only((3,), (0, 1, 3)))
 def between_steps(ranks, request):  # noqa: F811
-    """What each of two ranks finds in one training."""
+    """Return what each of two ranks finds in one training."""
     return ranks(2).run(used_between_steps, request.param, eager_checkpoint())
 
 

@@ -436,7 +436,7 @@ def ranks_that_fit(
 
 
 STATE_BYTES = 8
-"""What an optimizer is taken to keep of each element until it is known: two float32, as AdamW."""
+"""An optimizer is taken to keep these of each element until it is known: two float32, as AdamW."""
 
 
 def searches(
