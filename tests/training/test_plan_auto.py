@@ -106,7 +106,7 @@ def test_alone(step):
 @pytest.mark.nightly
 @pytest.mark.parametrize("step", (plain, clipped))
 def test_on_two_ranks(ranks, step):
-    both = ranks(2).run(within, step, LIMITS)
+    both = ranks(2).run(within, step, LIMITS, timeout_s=600)
     # Norms are summed shard by shard from stage 1 on, and whole at stage 0.
     same = nearly if step is clipped else assert_same
     chosen = [check(found, LIMITS, same) for found in both]
@@ -122,7 +122,7 @@ def on_a_mesh(step, limits):
 @pytest.mark.nightly
 def test_on_a_mesh(ranks):
     limits = (10**9, 16_000_000)
-    every = ranks(4).run(on_a_mesh, plain, limits)
+    every = ranks(4).run(on_a_mesh, plain, limits, timeout_s=600)
     chosen = [check(found, limits, nearly) for found in every]
     assert chosen[0] and all(each == chosen[0] for each in chosen)
 
