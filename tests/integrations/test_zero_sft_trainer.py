@@ -87,6 +87,7 @@ def train_on_rank(folder, given):
 @pytest.mark.parametrize("num_ranks", (2, 3))
 @pytest.mark.parametrize("given", ({}, {"loss_type": "dft"}, {"gradient_accumulation_steps": 2}))
 def test_losses_and_measures_are_those_of_one_process(given, num_ranks, ranks, tmp_path):  # noqa: F811
+    given = {**given, "optim": "sgd", "learning_rate": 1.0}  # AdamW blows up what is nearly 0
     parts = given.get("gradient_accumulation_steps", 1)
     apart = {**given, "per_device_train_batch_size": 12 // num_ranks // parts}
     found = ranks(num_ranks).run(train_on_rank, str(tmp_path / "apart"), apart, timeout_s=600)
