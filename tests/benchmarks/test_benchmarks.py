@@ -113,7 +113,7 @@ def limited(*names, sizes=("--gib", "0.5")):
         [sys.executable, BENCHMARKS / "limited.py", *sizes, "--width", "768", "--only", *names],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert ran.returncode == 0, ran.stderr + ran.stdout
     rows = ran.stdout.split("---\n")[-1].splitlines()
