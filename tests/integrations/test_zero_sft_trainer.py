@@ -85,9 +85,13 @@ def train_on_rank(folder, given):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("num_ranks", (2, 3))
-@pytest.mark.parametrize("given", ({}, {"loss_type": "dft"}, {"gradient_accumulation_steps": 2}))
+@pytest.mark.parametrize(
+    "given",
+    ({}, {"loss_type": "dft"}, {"gradient_accumulation_steps": 2}, {"optim": "adamw_torch"}),
+)
 def test_losses_and_measures_are_those_of_one_process(given, num_ranks, ranks, tmp_path):  # noqa: F811
-    given = {**given, "optim": "sgd", "learning_rate": 1.0}  # AdamW blows up what is nearly 0
+    is_sgd = "optim" not in given
+    given = {**given, "optim": "sgd", "learning_rate": 1.0} if is_sgd else given
     parts = given.get("gradient_accumulation_steps", 1)
     apart = {**given, "per_device_train_batch_size": 12 // num_ranks // parts}
     found = ranks(num_ranks).run(train_on_rank, str(tmp_path / "apart"), apart, timeout_s=600)
@@ -97,6 +101,8 @@ def test_losses_and_measures_are_those_of_one_process(given, num_ranks, ranks, t
     for its in found:
         # The measures are read at the precision that is logged.
         torch.testing.assert_close(torch.tensor(its), expected, rtol=5e-6, atol=2e-6)
+    if not is_sgd:  # AdamW blows up differences of gradients that are nearly 0
+        return
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "apart").state_dict()
     for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "one").state_dict().items():
         torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-5)
