@@ -382,6 +382,20 @@ def test_a_second_block_goes_on_with_what_the_first_has_left():
     assert (late.weight == 1).all()
 
 
+def test_a_second_block_makes_nothing_that_the_first_has_left(monkeypatch):
+    """Though Python does not tell of its parameters: after ``gc.freeze()``, or if one is gone."""
+    late, other = deferred(lambda: nn.Linear(4, 4)), deferred(lambda: nn.Linear(4, 4))
+    held = other.weight.untyped_storage()
+    del other
+    gc.collect()
+    monkeypatch.setattr(gc, "get_objects", lambda: [])
+    with zerofx.deferred_init():
+        pass
+    assert late.weight.untyped_storage().nbytes() == held.nbytes() == 0
+    assert type(late.weight) is DeferredParameter
+    zerofx.materialize(late)
+
+
 def test_a_block_in_a_block_is_the_same_block():
     with zerofx.deferred_init():
         with zerofx.deferred_init():

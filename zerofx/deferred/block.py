@@ -78,6 +78,7 @@ def never_made(refuse: Refusal) -> Iterator[None]:
 @contextlib.contextmanager
 def _block(exact: bool, reads: Reads, make_others: bool = True) -> Iterator[None]:
     _open.exact = exact
+    _open.earlier = LEDGER.memories()
     LEDGER.make_plain()
     done = False
     try:
@@ -136,9 +137,13 @@ def materialize(model: nn.Module) -> None:
 
 
 def _leave(make_others: bool) -> None:
-    """Make what is no parameter's, and guard what is left."""
+    """Make what is no parameter's, and guard what is left.
+
+    What an earlier block has left is not made, whoever holds it: it was a parameter's, or a plan's.
+    """
     tensors = _tensors_without_memory()
     kept = {LEDGER.memory_of(one) for one in tensors if isinstance(one, nn.Parameter)}
+    kept |= _open.earlier
     try:
         if make_others:
             LEDGER.make_others(kept)

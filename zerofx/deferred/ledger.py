@@ -35,6 +35,10 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._memories)
 
+    def memories(self) -> set[Memory | None]:
+        """Return all memory that is not there."""
+        return {memory for _, memory in self._memories.values()}
+
     def memory_of(self, tensor: Tensor) -> Memory | None:
         """The memory of a tensor that is not there; None if it is there."""
         if not self._memories or tensor.layout is not torch.strided:
