@@ -197,6 +197,50 @@ def test_a_region_that_ranks_have_alike_waits_for_those_that_have_not_compiled_i
     assert [one.waits for one in of.children()] == [True] and list(rank._units) == [at_once.ALIKE]
 
 
+def test_a_rank_takes_over_alone_what_only_its_later_program_has(process):
+    """The other rank is not in that program, and takes no part."""
+    both, later = Ranks(), program(4, 7, 7)
+    for _ in range(3):
+        both.step()
+    rank = both.ranks[0]
+    rank.join(later)
+    regions = list(later.children())
+    process.done.update(one.text for of in both.programs for one in of.children())
+    both.step()
+    assert all(each.is_over for each in both.ranks) and rank._process is process
+    assert [one.waits for one in regions] == [False, True, True]
+    process.done.add(regions[1].text)
+    rank.exchange = None
+    with rank.running():
+        assert [one.waits for one in regions] == [False] * 3
+    assert rank._process is None and list(rank.taken) == ["region_0", "region_1"]
+
+
+def test_a_later_program_starts_another_process(process):
+    rank, later = AtOnce("step", lambda value: [value]), program(7)
+    for _ in range(3):
+        with rank.running():
+            pass
+    assert rank.is_over
+    rank.join(later)
+    (region,) = later.children()
+    with rank.running():
+        assert region.waits
+    process.done.add(region.text)
+    with rank.running():
+        assert not region.waits
+    assert process.given == [region.text] and process.is_closed
+
+
+def test_a_later_program_is_compiled_before_it_runs_where_a_record_says_what_ran(process, tmp_path):
+    rank = AtOnce("step", lambda value: [value], Record(str(tmp_path / "steps.json"), True))
+    rank.add(program(4))
+    with rank.running():
+        pass
+    rank.join(later := program(4, 7))
+    assert [one.waits for one in later.children()] == [True, False]
+
+
 def test_a_program_that_needs_nothing_compiled_is_over_with_its_third_step(process):
     rank = AtOnce("step", lambda value: [value])
     for _ in range(3):
@@ -357,7 +401,7 @@ def test_a_record_that_is_none(text, tmp_path):
         Record(str(tmp_path / "steps.json"), is_writer=True)
 
 
-def trained(options, rows=(8,) * 12, process_seen=None, **arguments):
+def trained(options, rows=(8,) * 12, process_seen=None, seen_in=2, **arguments):
     """Train a tower on so many rows a step; return losses, parameters, and what was taken over."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -371,14 +415,14 @@ def trained(options, rows=(8,) * 12, process_seen=None, **arguments):
         with mock.patch.object(AtOnce, "_most", lambda self: 99):
             losses.append(compiled(model, optimizer, *batch).item())
         at = program_of(compiled).at_once
-        if process_seen is not None and step < 2:
+        if process_seen is not None and step < seen_in:
             process_seen(at)
     return losses, [value.clone() for value in model.state_dict().values()], at
 
 
 def wait_for_all(at):
     """Have the next step find all compiled that the first one has asked for."""
-    for unit in at._units.values():
+    for unit in (*at._units.values(), *at._own.values()):
         for text in unit.texts:
             at._process.wait(text)
 
@@ -442,6 +486,30 @@ def test_batches_of_other_sizes_compile_nothing_in_the_training(monkeypatch, tmp
     monkeypatch.undo()
     assert at.is_over and set(at.taken.values()) == {2, 3}
     assert {len(compiled) for compiled in known.values()} == {1}
+    eager, others, _ = trained({"lowering": "eager", "stage": 3}, rows)
+    torch.testing.assert_close(losses, eager, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(parameters, others, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.nightly
+def test_a_size_that_comes_later_is_compiled_beside_the_training(monkeypatch, tmp_path):
+    """Torch captures the second size again; what its program needs is compiled meanwhile."""
+    rows = (4,) * 5 + (2, 4, 2, 3, 3)
+    monkeypatch.setattr(CompiledRegion, "_known", {})
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counters.clear()
+    waited = []
+
+    def see(at):
+        wait_for_all(at)
+        waited.append(len(at._own))
+
+    options = {"start": "at_once", "stage": 3}
+    losses, parameters, at = trained(options, rows, see, seen_in=len(rows))
+    assert counters["stats"]["unique_graphs"] == 2
+    assert max(waited) > 0 and not at._own and at.is_over
+    assert not counters["inductor"]["fxgraph_cache_miss"], "all is in the cache"
+    monkeypatch.undo()
     eager, others, _ = trained({"lowering": "eager", "stage": 3}, rows)
     torch.testing.assert_close(losses, eager, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(parameters, others, rtol=1e-4, atol=1e-5)

@@ -130,6 +130,9 @@ class AtOnce:
     bits: every step before all is taken over begins with an ``exchange``.  A step takes over as
     much as takes no longer than the last one did, or one thing.  With a ``record`` that is
     replayed, steps take over what it says, and wait for it.
+
+    Regions of a later program that no other rank has to have alike are this rank's ``own``: it
+    takes them over without asking, be the others in that program or not.
     """
 
     def __init__(
@@ -149,6 +152,7 @@ class AtOnce:
         self.is_over = False
         self.taken: dict[str, int] = {}
         self._units: dict[str, _Unit] = {}  # those that are not taken over yet
+        self._own: dict[str, _Unit] = {}  # of later programs, by their texts
         self._process: CompileProcess | None = None
         self._works: list[Work] = []  # of the first step: the process would make it slower
 
@@ -172,7 +176,8 @@ class AtOnce:
         """Have regions of a later program wait where an equal one does, and be taken over with it.
 
         Another rank may run the earlier program still, and may have that region in common.  So it
-        has one that is alike, whatever else is in it.
+        has one that is alike, whatever else is in it.  All others are this rank's own, but where a
+        record says what ran compiled: then they are left to be compiled before they run.
         """
         units = {text: unit for unit in self._units.values() for text in unit.texts}
         regions = [one for one in program.children() if isinstance(one, CompiledRegion)]
@@ -180,11 +185,18 @@ class AtOnce:
             if (unit := units.get(region.text)) is not None:
                 region.waits = True
                 unit.takes[id(region)] = partial(_take, region, regions)
-            elif ALIKE in self._units and _is_alike(region) and region.sample is not None:
-                self._compile_later(ALIKE, region, regions)
+            elif _is_alike(region):
+                if ALIKE in self._units and region.sample is not None:
+                    self._compile_later(ALIKE, region, regions)
+            elif region.is_to_compile and self.record is None:
+                self._compile_later(region.text, region, regions, self._own)
 
     def _compile_later(
-        self, name: str, region: CompiledRegion, regions: Collection[CompiledRegion]
+        self,
+        name: str,
+        region: CompiledRegion,
+        regions: Collection[CompiledRegion],
+        units: dict[str, _Unit] | None = None,
     ) -> None:
         """Have a region compiled, and wait; without a text of it, it is when it first runs."""
         assert region.sample is not None
@@ -193,12 +205,12 @@ class AtOnce:
         if data is not None:
             region.waits = True
             take = partial(_take, region, regions)
-            self._send(name, Work(region.text, data), id(region), take)
+            self._send(name, Work(region.text, data), id(region), take, units)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Surround one step: it begins by taking over what is compiled on all ranks."""
-        if self.is_over:
+        if self.is_over and not self._own:
             yield
             return
         self._begin_step()
@@ -245,8 +257,15 @@ class AtOnce:
         self._send(name, Work(text, data, of_any_length=True), id(kernel), take)
         return True
 
-    def _send(self, name: str, work: Work, by: int, take: Callable[[], object]) -> None:
-        unit = self._units.setdefault(name, _Unit())
+    def _send(
+        self,
+        name: str,
+        work: Work,
+        by: int,
+        take: Callable[[], object],
+        units: dict[str, _Unit] | None = None,
+    ) -> None:
+        unit = (self._units if units is None else units).setdefault(name, _Unit())
         unit.texts.add(work.text)
         unit.takes[by] = take
         if self._process is None:
@@ -255,7 +274,24 @@ class AtOnce:
             self._process.compile(work)
 
     def _begin_step(self) -> None:
+        """Take over what is ready, alone and with all ranks; pause if that is nothing."""
         self.step += 1
+        own = [text for text, unit in self._own.items() if self._is_compiled(unit)]
+        if own := own[: self._most()]:
+            self._take_over(self._own, own)
+            logger.info(
+                "%s: step %d takes over %d region(s) of a later program, on this rank; %d are left",
+                *(self.name, self.step, len(own), len(self._own)),
+            )
+        common = [] if self.is_over else self._take_over_with_all()
+        if not own and not common and (self._units or self._own) and self.step > STEPS_THAT_ASK:
+            time.sleep(min(self.pause * self._took_s, LONGEST_PAUSE_S))  # the process has the core
+        if not self._units and not self._own and self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _take_over_with_all(self) -> list[str]:
+        """Take over what is ready on all ranks, and note whether that is all; return its names."""
         replayed = self._replayed()
         ready = {name: self._is_ready(name, replayed.get(name)) for name in self._units}
         is_replayed = self.record is not None and self.record.is_replayed
@@ -271,14 +307,9 @@ class AtOnce:
         taken = sorted(name for name in names if all(its.get(name, True) for _, _, its in every))
         if not is_replayed:
             taken = taken[: min(most for _, most, _ in every)]
-        begun_s = time.perf_counter()
-        for name in taken:
-            self.taken[name] = self.step
-            unit = self._units.pop(name, None)
-            for take in unit.takes.values() if unit else ():
-                take()
+        self.taken.update(dict.fromkeys(taken, self.step))
         if taken:
-            self._takes_s = (time.perf_counter() - begun_s) / len(taken)
+            self._take_over(self._units, taken)
             logger.info(
                 "%s: step %d takes over %s; %d of %d are compiled",
                 *(self.name, self.step, ", ".join(taken)),
@@ -286,12 +317,16 @@ class AtOnce:
             )
             if self.record is not None:
                 self.record.note(self.name, self.taken)
-        elif self._units and self.step > STEPS_THAT_ASK:  # so that the process has the core
-            time.sleep(min(self.pause * self._took_s, LONGEST_PAUSE_S))
-        if not self._units and self._process is not None:
-            self._process.close()
-            self._process = None
         self.is_over = self.step > STEPS_THAT_ASK and len(taken) == len(names)
+        return taken
+
+    def _take_over(self, units: dict[str, _Unit], names: Sequence[str]) -> None:
+        begun_s = time.perf_counter()
+        for name in names:
+            unit = units.pop(name, None)
+            for take in unit.takes.values() if unit else ():
+                take()
+        self._takes_s = (time.perf_counter() - begun_s) / len(names)
 
     def _most(self) -> int:
         """Return how much this rank would take over in this step."""
@@ -304,11 +339,13 @@ class AtOnce:
 
     def _is_ready(self, name: str, step: int | None) -> bool:
         """Return whether something is compiled, or is to be waited for and then is."""
+        if step is None:
+            return self._is_compiled(self._units[name])
         if self._process is None:
             return False
-        texts = self._units[name].texts
-        if step is None:
-            return all(map(self._process.is_done, texts))
-        for text in texts if step <= self.step else ():
+        for text in self._units[name].texts if step <= self.step else ():
             self._process.wait(text)
         return step <= self.step
+
+    def _is_compiled(self, unit: _Unit) -> bool:
+        return self._process is not None and all(map(self._process.is_done, unit.texts))
