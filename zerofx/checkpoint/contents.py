@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from zerofx.accelerator import kind, module_of
 from zerofx.checkpoint.pieces import Piece, Range, encode
 from zerofx.codegen.rewrite.storage import widened, widened_dtypes
+from zerofx.deferred.guards import DeferredParameter
 from zerofx.deferred.ledger import LEDGER
 from zerofx.errors import CheckpointError
 from zerofx.ir.parameters import shard_numel, storage_order
@@ -29,7 +30,7 @@ from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.lazy_states import LazyState
 from zerofx.runtime.optimizer.owners import owner_of
 from zerofx.runtime.parameters.errors import NOWHERE, SAVED_ERRORS, SavedError, extent_of
-from zerofx.runtime.parameters.guarded import GuardedState, state_value
+from zerofx.runtime.parameters.guarded import GuardedState, ShardedParameter, state_value
 from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import Snapshot
@@ -51,10 +52,79 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def model_entries(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of ``model.state_dict()``: parameters and buffers themselves."""
-    entries = model.state_dict(keep_vars=True)
-    return {plain_name(name): value for name, value in entries.items()}
+def model_entries(model: nn.Module, saved: Container[str] = ()) -> dict[str, Any]:
+    """Return ``own_entries`` by the names that the model has without ``torch.compile(model)``."""
+    return {plain_name(name): value for name, value in own_entries(model, saved).items()}
+
+
+def own_entries(model: nn.Module, saved: Container[str] = ()) -> dict[str, Any]:
+    """Return the entries of ``model.state_dict()``: parameters and buffers themselves.
+
+    What a hook computes of parameters, as three matrices of one, is not among them: it would ask
+    for values that are on other ranks.  Such a parameter is, by its own name.  Where ``saved`` has
+    the names of what is computed, it is there instead, without values.
+    """
+    own, computed = _hooked_entries(model)
+    if any(plain_name(name) in saved for name in computed):
+        return own | computed
+    there = {id(value) for value in own.values()}
+    owners = tuple(one for one in _hooked(model) if any(name.startswith(one) for name in computed))
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in there and name.startswith(owners):
+            own[name] = parameter
+    return own
+
+
+def _hooked_entries(model: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the entries that are there, and those that hooks compute of parameters.
+
+    Hooks see parameters that have no values.
+    """
+    hooked = _hooked(model).values()
+    if not hooked:
+        return model.state_dict(keep_vars=True), {}
+    stand_ins: dict[int, nn.Parameter] = {}
+    within = dict.fromkeys(child for module in hooked for child in module.modules())
+    own = [(module, dict(module._parameters)) for module in within]
+    try:
+        for module, parameters in own:
+            for name, parameter in parameters.items():
+                if type(parameter) in _ORDINARY:
+                    stand_in = stand_ins.setdefault(id(parameter), _without_values(parameter))
+                    module._parameters[name] = stand_in
+        entries = model.state_dict(keep_vars=True)
+    finally:
+        for module, parameters in own:
+            module._parameters.update(parameters)
+    real = {id(stand_ins[id(p)]): p for _, of in own for p in of.values() if id(p) in stand_ins}
+    there = {id(value) for value in (*model.parameters(), *model.buffers())}
+    found, computed = {}, {}
+    for name, value in entries.items():
+        if (
+            isinstance(value, torch.Tensor)
+            and value.is_meta
+            and id(value) not in there
+            and id(value) not in real
+        ):
+            computed[name] = value
+        else:
+            found[name] = real.get(id(value), value)
+    return found, computed
+
+
+_ORDINARY = (nn.Parameter, ShardedParameter, DeferredParameter)
+
+
+def _without_values(parameter: nn.Parameter) -> nn.Parameter:
+    shape, strides, dtype = parameter.shape, parameter.stride(), parameter.dtype
+    empty = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return nn.Parameter(empty, parameter.requires_grad)
+
+
+def _hooked(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have hooks on their state dicts, by the prefix of their entries."""
+    modules = model.named_modules()
+    return {f"{name}." if name else "": one for name, one in modules if one._state_dict_hooks}
 
 
 def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:

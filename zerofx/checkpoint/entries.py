@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerofx.checkpoint.contents import plain_name
+from zerofx.checkpoint.contents import own_entries, plain_name
 
 logger = logging.getLogger("zerofx")
 
@@ -17,13 +17,14 @@ EXTRA_STATE = "_extra_state"
 """The end of the name of a module's own state (``nn.Module.get_extra_state``)."""
 
 
-def entries_to_give(model: nn.Module) -> set[str]:
+def entries_to_give(model: nn.Module, saved: Container[str] = ()) -> set[str]:
     """Return the names of the entries that only ``model.load_state_dict`` can put in their place.
 
     They are modules' own states, what is no tensor, and tensors that the state dict makes anew each
-    time: to read into one of those would change nothing of the model.
+    time: to read into one of those would change nothing of the model.  ``saved`` as in
+    ``own_entries``.
     """
-    one, other = (model.state_dict(keep_vars=True) for _ in range(2))
+    one, other = own_entries(model, saved), own_entries(model, saved)
     return {
         plain_name(name)
         for name, value in one.items()
@@ -42,7 +43,7 @@ def give(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Give a model entries of its state dict; log those that it ignores and has otherwise."""
     if not values:
         return
-    here = model.state_dict(keep_vars=True)
+    here = own_entries(model, values)
     given = {name: values[plain] for name in here if (plain := plain_name(name)) in values}
     ignored = model.load_state_dict(given, strict=False).unexpected_keys
     lost = [name for name in ignored if not _is_same(here[name], given[name])]
@@ -56,4 +57,4 @@ def give(model: nn.Module, values: Mapping[str, Any]) -> None:
 
 def _is_same(one: Any, other: Any) -> bool:
     are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return are_tensors and torch.equal(one.cpu(), other)
+    return are_tensors and not one.is_meta and torch.equal(one.cpu(), other)

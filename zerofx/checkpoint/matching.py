@@ -178,7 +178,8 @@ class Matching:
         """
         saved, differences = self.saved, self.differences
         left_out = self.value(saved.frozen) if saved.frozen is not None else ()
-        here, to_give = model_entries(self.model), entries_to_give(self.model)
+        here = model_entries(self.model, saved.model)
+        to_give = entries_to_give(self.model, saved.model)
         given: dict[str, Any] = {}
         for name, value in here.items():
             entry = saved.model.get(name)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from zerofx.checkpoint.barrier import Ranks, meet
-from zerofx.checkpoint.contents import Contents, model_entries
+from zerofx.checkpoint.contents import Contents, model_entries, plain_name
 from zerofx.checkpoint.entries import entries_to_give, give
 from zerofx.checkpoint.folders import Draft, Notes, as_path, state_of
 from zerofx.checkpoint.matching import Differences, target_of
@@ -87,7 +87,8 @@ def export_safetensors(
 def _write(model: nn.Module, folder: Path, ranks: Ranks, file_bytes: int) -> None:
     contents = Contents(ranks.rank, ranks.world_size)
     tensors: dict[str, torch.Tensor | Piece] = {
-        name: contents.of_model(name, value) for name, value in _tensors_of(model).items()
+        plain_name(name): contents.of_model(plain_name(name), value)
+        for name, value in _tensors(model.state_dict(keep_vars=True)).items()
     }
     parts = list(split(tensors, file_bytes))
     number = f"of-{len(parts):05}"
@@ -127,10 +128,9 @@ def _write(model: nn.Module, folder: Path, ranks: Ranks, file_bytes: int) -> Non
         ranks.together(fill)
 
 
-def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model's state dict, which is all that this format has of it."""
-    entries = model_entries(model).items()
-    return {name: value for name, value in entries if isinstance(value, torch.Tensor)}
+def _tensors(entries: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state dict, which is all that this format has of it."""
+    return {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
 
 
 def split(tensors: Mapping[str, torch.Tensor | Piece], most_bytes: int) -> Iterator[dict[str, Any]]:
@@ -330,7 +330,7 @@ def _match(
 ) -> Differences:
     """Plan to read the tensors of a model, and into new memory those that it is to be ``given``."""
     differences = Differences()
-    to_give, entries = entries_to_give(model), _tensors_of(model)
+    to_give, entries = entries_to_give(model, found), _tensors(model_entries(model, found))
     there = {id(value) for name, value in entries.items() if name in found}
     for name, value in entries.items():
         if name not in found:
