@@ -33,6 +33,19 @@ import zerofx
 
 STAGE = 3
 
+FAMILIES = ("llama3", "qwen3")
+
+CHECKPOINT_OPTIONS = (
+    "initial_load_path",
+    "initial_load_in_hf",
+    "last_save_in_hf",
+    "load_step",
+    "exclude_from_loading",
+    "enable_first_step_checkpoint",
+    "create_seed_checkpoint",
+    "load_only",
+)
+
 
 def training_step(model, loss_of, optimizer, batches, num_tokens, max_norm, ranks, bf16):
     """Return this rank's part of the loss and the norm of the gradients.
@@ -59,7 +72,7 @@ class ZeroTrainer(Trainer):
     """
 
     def __init__(self, config: Trainer.Config):
-        refuse_other_parallelism(config)
+        refuse_what_is_left_out(config)
         spec = config.model_spec
         assert spec is not None
         for layer in spec.model.layers:
@@ -113,19 +126,43 @@ class ZeroTrainer(Trainer):
         self.metrics_processor.log(self.step, mean, largest, norm.item(), extra_metrics=extra)
 
 
-def refuse_other_parallelism(config: Trainer.Config) -> None:
-    given = config.parallelism
+def refuse_what_is_left_out(config: Trainer.Config) -> None:
+    """Refuse what torchtitan's trainer does elsewhere, and would be lost here in silence."""
+    spec, parallelism, checkpoint = config.model_spec, config.parallelism, config.checkpoint
+    assert spec is not None
+    layers = spec.model.layers
+    if spec.name not in FAMILIES or any(getattr(one, "moe", None) is not None for one in layers):
+        raise ValueError(
+            f"the model is {spec.name} {spec.flavor}, and this script is for dense ones of "
+            f"{', '.join(FAMILIES)}: others have attention and updates of their own, which it "
+            "would leave out."
+        )
     for name in ("tensor", "pipeline", "context", "expert"):
-        if getattr(given, f"{name}_parallel_degree") > 1:
+        if (degree := getattr(parallelism, f"{name}_parallel_degree")) > 1:
             raise ValueError(
-                f"{name}_parallel_degree is {getattr(given, f'{name}_parallel_degree')}, and this "
-                "script shards over data-parallel ranks alone. Leave it at 1."
+                f"{name}_parallel_degree is {degree}, and this script shards over data-parallel "
+                "ranks alone. Leave it at 1."
             )
     if config.validator.enable:
         raise ValueError(
             "torchtitan's validator calls the model outside of the step. Validate in a function "
             'of your own that torch.compile(..., backend="zero") is given, or set '
             "--validator.no-enable"
+        )
+    usual = type(checkpoint)()
+    for name in CHECKPOINT_OPTIONS:
+        if getattr(checkpoint, name) != getattr(usual, name):
+            raise ValueError(
+                f"checkpoint.{name} is {getattr(checkpoint, name)!r}, which zerofx's checkpoints "
+                "do not have: they go on from the last one that they have written. Leave it out, "
+                "and load other weights into the model with zerofx.load or zerofx.load_safetensors."
+            )
+    if config.compile.enable and "model" in config.compile.components:
+        raise ValueError("the whole step is compiled already: leave out --compile.enable")
+    if config.activation_checkpoint is not None:
+        logger.info(
+            "Activation checkpointing is left out: ZEROFX_MEMORY_BUDGET=BYTES recomputes what "
+            "does not fit."
         )
 
 

@@ -28,6 +28,10 @@ class BudgetError(StepError):
         self.needed = needed
 
 
+class NoValuesError(RuntimeError):
+    """Something needs values that this rank does not hold: says whose, and how to have them."""
+
+
 class CommandError(ValueError):
     """A command of ``python -m zerofx`` cannot do what it is asked: says why, and what to do."""
 

@@ -396,6 +396,17 @@ def test_a_second_block_makes_nothing_that_the_first_has_left(monkeypatch):
     zerofx.materialize(late)
 
 
+def test_a_second_block_makes_what_is_no_parameter_any_longer():
+    late = deferred(lambda: nn.Linear(4, 4))
+    with zerofx.deferred_init(exact=True):
+        weight = late.weight
+        del late.weight
+        late.register_buffer("weight", weight.detach())
+        del weight
+    assert type(late.weight) is torch.Tensor and late.weight.isfinite().all()
+    zerofx.materialize(late)
+
+
 def test_a_block_in_a_block_is_the_same_block():
     with zerofx.deferred_init():
         with zerofx.deferred_init():

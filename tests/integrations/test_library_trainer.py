@@ -61,12 +61,17 @@ def test_it_logs_what_torchtitans_own_trainer_does_and_resumes(tmp_path):
     [
         ("config.parallelism.tensor_parallel_degree = 2", "tensor_parallel_degree is 2, and this"),
         ("config.validator.enable = True", "calls the model outside of the step"),
+        ("config.checkpoint.load_step = 3", "checkpoint.load_step is 3, which zerofx's"),
+        ("config.model_spec = moe('debugmodel')", "the model is deepseek_v3 debugmodel, and this"),
+        ("config.model_spec = qwen('debugmodel_moe')", "qwen3 debugmodel_moe, and this script is"),
     ],
 )
 def test_what_it_cannot_do_is_refused(change, words):
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT / "examples")!r})
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.deepseek_v3 import model_registry as moe
+from torchtitan.models.qwen3 import model_registry as qwen
 from torchtitan_job import ZeroTrainer
 config = llama3_debugmodel()
 {change}

@@ -4,14 +4,15 @@ They are laid out as FSDP2's users save them: ``{"model": {name: tensor}, "optim
 {name: {...}}, "param_groups": [...]}, "extra": {...}, "rng": {rank: {...}}}``, with the names that
 ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict`` gives.  A checkpoint of trainable
 parameters alone has ``"frozen": [name, ...]`` too; one of gradients that travel in few bits, with
-feedback, ``"errors": {rank: {number: tensor, "layout": [...]}}``.
+feedback, ``"errors": {rank: {number: tensor, "layout": [...]}}``; one of modules whose hooks on
+their state dicts were left out, ``"parameters_by_own_name": [name, ...]``.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerofx.accelerator import kind, module_of
+from zerofx.checkpoint.entries import model_entries, plain_name
 from zerofx.checkpoint.pieces import Piece, Range, encode
 from zerofx.codegen.rewrite.storage import widened, widened_dtypes
-from zerofx.deferred.guards import DeferredParameter
 from zerofx.deferred.ledger import LEDGER
 from zerofx.errors import CheckpointError
 from zerofx.ir.parameters import shard_numel, storage_order
@@ -30,7 +31,7 @@ from zerofx.runtime.memory.flat import ordinary_tensors
 from zerofx.runtime.optimizer.lazy_states import LazyState
 from zerofx.runtime.optimizer.owners import owner_of
 from zerofx.runtime.parameters.errors import NOWHERE, SAVED_ERRORS, SavedError, extent_of
-from zerofx.runtime.parameters.guarded import GuardedState, ShardedParameter, state_value
+from zerofx.runtime.parameters.guarded import GuardedState, state_value
 from zerofx.runtime.parameters.parameter import ParameterState, State
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import Snapshot
@@ -46,85 +47,8 @@ LAYOUT = "layout"
 FROZEN = "frozen"
 """The entry with the names of frozen parameters, if these were left out."""
 
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name without the prefix that ``torch.compile(model)`` adds."""
-    return name.replace("_orig_mod.", "")
-
-
-def model_entries(model: nn.Module, saved: Container[str] = ()) -> dict[str, Any]:
-    """Return ``own_entries`` by the names that the model has without ``torch.compile(model)``."""
-    return {plain_name(name): value for name, value in own_entries(model, saved).items()}
-
-
-def own_entries(model: nn.Module, saved: Container[str] = ()) -> dict[str, Any]:
-    """Return the entries of ``model.state_dict()``: parameters and buffers themselves.
-
-    What a hook computes of parameters, as three matrices of one, is not among them: it would ask
-    for values that are on other ranks.  Such a parameter is, by its own name.  Where ``saved`` has
-    the names of what is computed, it is there instead, without values.
-    """
-    own, computed = _hooked_entries(model)
-    if any(plain_name(name) in saved for name in computed):
-        return own | computed
-    there = {id(value) for value in own.values()}
-    owners = tuple(one for one in _hooked(model) if any(name.startswith(one) for name in computed))
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in there and name.startswith(owners):
-            own[name] = parameter
-    return own
-
-
-def _hooked_entries(model: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the entries that are there, and those that hooks compute of parameters.
-
-    Hooks see parameters that have no values.
-    """
-    hooked = _hooked(model).values()
-    if not hooked:
-        return model.state_dict(keep_vars=True), {}
-    stand_ins: dict[int, nn.Parameter] = {}
-    within = dict.fromkeys(child for module in hooked for child in module.modules())
-    own = [(module, dict(module._parameters)) for module in within]
-    try:
-        for module, parameters in own:
-            for name, parameter in parameters.items():
-                if type(parameter) in _ORDINARY:
-                    stand_in = stand_ins.setdefault(id(parameter), _without_values(parameter))
-                    module._parameters[name] = stand_in
-        entries = model.state_dict(keep_vars=True)
-    finally:
-        for module, parameters in own:
-            module._parameters.update(parameters)
-    real = {id(stand_ins[id(p)]): p for _, of in own for p in of.values() if id(p) in stand_ins}
-    there = {id(value) for value in (*model.parameters(), *model.buffers())}
-    found, computed = {}, {}
-    for name, value in entries.items():
-        if (
-            isinstance(value, torch.Tensor)
-            and value.is_meta
-            and id(value) not in there
-            and id(value) not in real
-        ):
-            computed[name] = value
-        else:
-            found[name] = real.get(id(value), value)
-    return found, computed
-
-
-_ORDINARY = (nn.Parameter, ShardedParameter, DeferredParameter)
-
-
-def _without_values(parameter: nn.Parameter) -> nn.Parameter:
-    shape, strides, dtype = parameter.shape, parameter.stride(), parameter.dtype
-    empty = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    return nn.Parameter(empty, parameter.requires_grad)
-
-
-def _hooked(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that have hooks on their state dicts, by the prefix of their entries."""
-    modules = model.named_modules()
-    return {f"{name}." if name else "": one for name, one in modules if one._state_dict_hooks}
+BY_OWN_NAME = "parameters_by_own_name"
+"""The entry with the names of parameters whose modules' hooks were left out (``entries``)."""
 
 
 def parameter_names(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, str]:
@@ -226,7 +150,7 @@ class Contents:
         """
         names = parameter_names(model, optimizers)
         found: dict[str, Any] = {MODEL: {}}
-        frozen, entries = [], model_entries(model)
+        frozen, (entries, by_own_name) = [], model_entries(model)
         if unknown := [name for name in and_frozen if name not in entries]:
             raise ValueError(f"and_frozen has {unknown[0]!r}, which the model has not.")
         for name, value in entries.items():
@@ -237,6 +161,8 @@ class Contents:
                 found[MODEL][name] = self.of_model(name, value)
         if trainable_only:
             found[FROZEN] = encode(frozen, "the list of frozen parameters")
+        if by_own_name:
+            found[BY_OWN_NAME] = encode(sorted(by_own_name), "the list of parameters' own names")
         if optimizers:
             states: dict[str, Any] = {}
             groups: list[dict[str, Any]] = []

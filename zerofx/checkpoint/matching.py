@@ -12,8 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.contents import LAYOUT, model_entries, parameter_names, plain_name
-from zerofx.checkpoint.entries import entries_to_give, give
+from zerofx.checkpoint.contents import LAYOUT, parameter_names
+from zerofx.checkpoint.entries import (
+    entries_to_give,
+    give,
+    model_entries,
+    plain_name,
+    unlike_hooked,
+)
 from zerofx.checkpoint.metadata import Keys, Saved, why_another_kind
 from zerofx.checkpoint.pieces import Range
 from zerofx.checkpoint.targets import Target, into_shard, into_state, into_tensor
@@ -178,8 +184,10 @@ class Matching:
         """
         saved, differences = self.saved, self.differences
         left_out = self.value(saved.frozen) if saved.frozen is not None else ()
-        here = model_entries(self.model, saved.model)
-        to_give = entries_to_give(self.model, saved.model)
+        own = self.value(saved.by_own_name) if saved.by_own_name is not None else ()
+        here, unhooked = model_entries(self.model, own)
+        to_give = entries_to_give(self.model, own)
+        differences.different += unlike_hooked(unhooked, own, saved.model)
         given: dict[str, Any] = {}
         for name, value in here.items():
             entry = saved.model.get(name)
@@ -194,7 +202,7 @@ class Matching:
                 self.read_whole(entry, partial(given.__setitem__, name))
             elif not self.differs(entry, name, tuple(value.shape), value.dtype):
                 self.targets.append(target_of(entry, name, value))
-        self.finish.append(partial(give, self.model, given))
+        self.finish.append(partial(give, self.model, given, own))
         differences.unknown += [name for name in (*saved.model, *left_out) if name not in here]
 
     def _match_optimizers(self, optimizers: Sequence[Optimizer]) -> None:

@@ -17,7 +17,15 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.contents import ERRORS, EXTRA, FROZEN, MODEL, OPTIMIZER, RNG
+from zerofx.checkpoint.contents import (
+    BY_OWN_NAME,
+    ERRORS,
+    EXTRA,
+    FROZEN,
+    MODEL,
+    OPTIMIZER,
+    RNG,
+)
 from zerofx.checkpoint.folders import METADATA, NOTES, DamageError, notes_of
 from zerofx.errors import CheckpointError
 
@@ -135,7 +143,8 @@ class Saved:
     to the entries of its hyperparameters.  ``extra`` maps paths to entries of the user's own, and
     ``rng`` ranks to the states of their generators.  ``errors`` maps ranks to the entries of what
     their gradients have lost, by number, and what these are.  ``frozen`` is the entry with the
-    names of parameters that were left out, None if there are none.
+    names of parameters that were left out, None if there are none; ``by_own_name`` the one with
+    those whose modules' hooks were.
     """
 
     metadata: Metadata
@@ -146,6 +155,7 @@ class Saved:
     rng: dict[int, str] = field(default_factory=dict)
     errors: dict[int, dict[str, str]] = field(default_factory=dict)
     frozen: str | None = None
+    by_own_name: str | None = None
     has_optimizer: bool = False
 
     def tensor(self, entry: str) -> TensorStorageMetadata | None:
@@ -172,6 +182,8 @@ def sort_out(metadata: Metadata) -> Saved:
                 saved.errors.setdefault(int(rank), {})[str(key)] = entry
             case (root,) if root == FROZEN:
                 saved.frozen = entry
+            case (root,) if root == BY_OWN_NAME:
+                saved.by_own_name = entry
             case (root, "state", name, *inner) if root in OPTIMIZER_ROOTS and inner:
                 saved.states.setdefault(str(name), {})[tuple(inner)] = entry
             case (root, "param_groups", number, key) if (

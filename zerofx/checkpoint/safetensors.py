@@ -23,8 +23,14 @@ import torch
 from torch import nn
 
 from zerofx.checkpoint.barrier import Ranks, meet
-from zerofx.checkpoint.contents import Contents, model_entries, plain_name
-from zerofx.checkpoint.entries import entries_to_give, give
+from zerofx.checkpoint.contents import Contents
+from zerofx.checkpoint.entries import (
+    entries_to_give,
+    give,
+    model_entries,
+    plain_name,
+    unlike_hooked,
+)
 from zerofx.checkpoint.folders import Draft, Notes, as_path, state_of
 from zerofx.checkpoint.matching import Differences, target_of
 from zerofx.checkpoint.pieces import Box, Piece, Range, Shape
@@ -330,7 +336,9 @@ def _match(
 ) -> Differences:
     """Plan to read the tensors of a model, and into new memory those that it is to be ``given``."""
     differences = Differences()
-    to_give, entries = entries_to_give(model, found), _tensors(model_entries(model, found))
+    here, unhooked = model_entries(model)
+    differences.different += unlike_hooked(unhooked, (), found)
+    to_give, entries = entries_to_give(model), _tensors(here)
     there = {id(value) for name, value in entries.items() if name in found}
     for name, value in entries.items():
         if name not in found:

@@ -139,11 +139,12 @@ def materialize(model: nn.Module) -> None:
 def _leave(make_others: bool) -> None:
     """Make what is no parameter's, and guard what is left.
 
-    What an earlier block has left is not made, whoever holds it: it was a parameter's, or a plan's.
+    Nor what an earlier block has left, as a parameter's or a plan's, and no tensor looks at that
+    Python tells of: it does not tell of what was there before ``gc.freeze()``.
     """
     tensors = _tensors_without_memory()
     kept = {LEDGER.memory_of(one) for one in tensors if isinstance(one, nn.Parameter)}
-    kept |= _open.earlier
+    kept |= _open.earlier - {LEDGER.memory_of(one) for one in tensors}
     try:
         if make_others:
             LEDGER.make_others(kept)

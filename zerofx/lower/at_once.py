@@ -277,25 +277,29 @@ class AtOnce:
         """Take over what is ready, alone and with all ranks; pause if that is nothing."""
         self.step += 1
         own = [text for text, unit in self._own.items() if self._is_compiled(unit)]
-        if own := own[: self._most()]:
+        most = self._most()
+        if own := own[:most]:
             self._take_over(self._own, own)
             logger.info(
                 "%s: step %d takes over %d region(s) of a later program, on this rank; %d are left",
                 *(self.name, self.step, len(own), len(self._own)),
             )
-        common = [] if self.is_over else self._take_over_with_all()
+        common = [] if self.is_over else self._take_over_with_all(most - len(own))
         if not own and not common and (self._units or self._own) and self.step > STEPS_THAT_ASK:
             time.sleep(min(self.pause * self._took_s, LONGEST_PAUSE_S))  # the process has the core
         if not self._units and not self._own and self._process is not None:
             self._process.close()
             self._process = None
 
-    def _take_over_with_all(self) -> list[str]:
-        """Take over what is ready on all ranks, and note whether that is all; return its names."""
+    def _take_over_with_all(self, most: int) -> list[str]:
+        """Take over what is ready on all ranks, ``most`` at most; return its names.
+
+        Note whether that is all.
+        """
         replayed = self._replayed()
         ready = {name: self._is_ready(name, replayed.get(name)) for name in self._units}
         is_replayed = self.record is not None and self.record.is_replayed
-        said = json.dumps([is_replayed, self._most(), ready]).encode()
+        said = json.dumps([is_replayed, most, ready]).encode()
         every = [json.loads(its) for its in self.exchange(said)]
         if any(its != is_replayed for its, _, _ in every):
             assert self.record is not None

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from zerofx import compat
+from zerofx.errors import NoValuesError
 
 Special = Callable[[FrameType, tuple[Any, ...], dict[str, Any]], Any]
 """Answers a function, given the caller's frame and the arguments; or returns NotImplemented."""
@@ -90,7 +91,7 @@ class Guarded:
             if answer is not NotImplemented:
                 return answer
         first = next(guarded_among((args, kwargs)))
-        raise RuntimeError(first._refusal(touched))
+        raise NoValuesError(first._refusal(touched))
 
     def _refusal(self, touched: str) -> str:
         """Return the error's text for a function that needs the values."""
