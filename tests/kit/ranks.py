@@ -28,6 +28,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
+from zerofx.deferred.ledger import LEDGER
 from zerofx.runtime.comm.peer_memory import PeerMemory
 
 GRACE_S = 5.0  # how long other ranks may still answer after one has failed
@@ -247,10 +248,15 @@ def _environment() -> dict[str, str]:
 
 
 def forget() -> None:
-    """Spare later modules' collections what this one leaves: millions of objects, after a while."""
+    """Spare later modules what this one leaves: millions of objects, after a while.
+
+    Also the storages of planned models, which are empty, and which something of torch's holds on to
+    (each plan leaves one or more): tests count what of a model is not there.
+    """
     torch._dynamo.reset()
     gc.collect()
     gc.freeze()
+    LEDGER._memories.clear()
 
 
 @functools.cache
