@@ -167,7 +167,7 @@ def refuse_what_is_left_out(config: Trainer.Config) -> None:
 
 
 class Checkpoints:
-    """What torchtitan's trainer asks of a checkpointer, with zerofx's checkpoints."""
+    """Saves and resumes for torchtitan's trainer, with zerofx's checkpoints."""
 
     def __init__(self, trainer: ZeroTrainer, folder: Path, is_on: bool):
         self.trainer, self.folder, self.is_on = trainer, folder, is_on
