@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.kit.torchrun import ROOT, torchrun
+
 MISSING = [one for one in ("torchtitan", "torchdata") if not importlib.util.find_spec(one)]
 
 pytestmark = [
@@ -22,24 +22,9 @@ pytestmark = [
 
 
 def logged(kind: str, folder: Path, steps: int, ranks: int = 2) -> list[list[float]]:
-    """What rank 0 logs of each step: number, mean loss, largest, norm, tokens seen."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.kit.torchtitan_on_cpu", kind, str(folder), str(steps)],
-        env={
-            **os.environ,
-            "PYTHONPATH": path,
-            "ZEROFX_LOWERING": "eager",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("[[")]
+    """Train; return what rank 0 logs of each step: number, mean loss, largest, norm, tokens."""
+    out = torchrun("-m", "tests.kit.torchtitan_on_cpu", kind, folder, steps, ranks=ranks)
+    (line,) = [line for line in out.splitlines() if line.startswith("[[")]
     return json.loads(line)
 
 
