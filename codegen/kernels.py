@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zerofx.codegen.kernel import UpdateKernel
 from zerofx.codegen.pointwise import pointwise_program
+from zerofx.codegen.program import Program
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.gradient_work import GradientWork
 from zerofx.codegen.trace.trace import Update
@@ -37,6 +38,7 @@ class Kernels:
     def __init__(self, keep: Keep | None = None) -> None:
         self._keep = keep
         self._known: dict[Hashable, UpdateKernel | TritonKernel | None] = {}
+        self._programs: dict[Hashable, Program] = {}
 
     def find(
         self,
@@ -56,6 +58,28 @@ class Kernels:
             options = {"work": work, "squares": squares}
             self._known[key] = self._make(update, data.device, gradient.dtype, options)
         return self._known[key]
+
+    def program(
+        self,
+        update: Update,
+        data: Tensor,
+        gradient: Tensor,
+        work: GradientWork | None = None,
+        squares: bool = False,
+    ) -> Program:
+        """The program that such a kernel would be of.
+
+        Raises: UpdateError if no program can be made of the update.
+        """
+        key = (update.computation, work, squares, gradient.dtype, data.device.type)
+        if key not in self._programs:
+            as_kernel: dict[str, Any] = (
+                {"gradient_dtype": gradient.dtype}
+                if runs_triton(data.device)
+                else {"by_inductor": True}
+            )
+            self._programs[key] = pointwise_program(update, work=work, squares=squares, **as_kernel)
+        return self._programs[key]
 
     def _make(
         self,

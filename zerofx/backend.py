@@ -186,7 +186,7 @@ class CompiledFunction:
         try:
             self.backend.active.function = self
             with compat.tracing.whole_step_tracing(
-                self.backend, substitutes.SUBSTITUTES, wrappers, begins
+                self.backend, substitutes.SUBSTITUTES, wrappers, begins, without_collections
             ):
                 yield
             # Dynamo leaves a context as if nothing had been raised, whatever has.
@@ -247,7 +247,6 @@ class CompiledFunction:
             return 0
         return turns.ranks_with_data
 
-    @without_collections()
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable:
         """Compile one graph that Dynamo has traced from this function."""
         if self.backend.stop is not None:

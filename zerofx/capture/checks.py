@@ -206,7 +206,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     name = getattr(node.target, "__name__", str(node.target))
     is_operator = getattr(node.target, "__module__", "") == operator.add.__module__  # and_, or_
     in_place = name.endswith("_") and not name.endswith("__") and not is_operator
-    if in_place or node.target in {operator.setitem, *compat.tracing.AUGMENTED_ASSIGNMENTS}:
+    if in_place or node.target in {operator.setitem, *compat.dynamo.AUGMENTED_ASSIGNMENTS}:
         fx.node.map_arg(node.args[:1], written.append)
     return written
 

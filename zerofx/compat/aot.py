@@ -23,6 +23,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import _get_qualified_name
 
+from zerofx.compat.outline import outlined
 from zerofx.errors import GraphError
 
 
@@ -159,7 +160,7 @@ def trace_to_aten(gm: torch.fx.GraphModule, inputs: list[Any], compiler: Callabl
             if node.target is torch.autograd.grad:
                 node.target = _grad
         part.recompile()
-    with _own_recomputation():
+    with _own_recomputation(), outlined(gm):
         return aot_module_simplified(
             gm,
             inputs,

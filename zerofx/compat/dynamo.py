@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import sys
 from collections.abc import Callable
 from types import CodeType
@@ -19,6 +20,12 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.misc import NewGlobalVariable
+
+AUGMENTED_ASSIGNMENTS = {
+    getattr(operator, f"i{name}")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+}
+"""Lists what Python calls for ``x += y`` and its like."""
 
 
 def why_not_compiled() -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,8 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-from zerofx.compat.dynamo import pass_through_dynamo
+from zerofx.compat.aot import is_traced
+from zerofx.compat.dynamo import AUGMENTED_ASSIGNMENTS, pass_through_dynamo
 from zerofx.errors import StepError
 
 
@@ -79,6 +79,7 @@ def whole_step_tracing(
     substitutes: Substitutes,
     met: Callable[..., Any] = lambda value, *_: value,
     begins: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[None]:
     """Make Dynamo hand over forward, backward and update as one graph, for ``backend`` only.
 
@@ -88,7 +89,8 @@ def whole_step_tracing(
     break is an error.  Everything is put back when a compilation ends, so that other backends see
     torch as it is.  ``met`` is called with modules that are called and the names of arguments, and
     returns the modules to call in their place; and with optimizers whose own methods are traced.
-    What it raises goes to the user.  ``begins`` is called when a compilation begins.
+    What it raises goes to the user.  ``begins`` is called when a compilation begins, and
+    ``meanwhile`` gives a context for as long as it lasts.
     """
     handler = torch._dynamo.callback.callback_handler
     undo: list[contextlib.ExitStack] = []
@@ -107,8 +109,10 @@ def whole_step_tracing(
                 allow_rnn=True,
                 skip_nnmodule_hook_guards=False,  # a hook that is added later has to run
                 ignore_logging_functions=_logging_functions(),
+                side_effect_replay_policy="info" if _is_told_of_side_effects() else "silent",
             )
         )
+        stack.enter_context(meanwhile())
         for patch in (
             _substituting(OptimizerVariable, backend, substitutes, met),
             _substituting(UserDefinedObjectVariable, backend, substitutes, met),
@@ -143,6 +147,15 @@ def whole_step_tracing(
         handler.end_callbacks.remove(on_end)
         while undo:
             undo.pop().close()
+
+
+def _is_told_of_side_effects() -> bool:
+    """Return whether somebody reads what a function's writes to attributes come from.
+
+    Each costs a walk up the stack: a fifteenth of what 24 layers take to be traced.
+    """
+    log = logging.getLogger("torch._dynamo.side_effects.__side_effects")
+    return log.isEnabledFor(logging.DEBUG) or is_traced()
 
 
 def _logging_functions() -> set[Callable[..., Any]]:
@@ -305,13 +318,6 @@ def _own_none() -> Patch:
         return result
 
     return mock.patch.object(TensorVariable, "var_getattr", var_getattr)
-
-
-AUGMENTED_ASSIGNMENTS = {
-    getattr(operator, f"i{name}")
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-}
-"""Lists what Python calls for ``x += y`` and its like."""
 
 
 def _own_augmented_assignment() -> Patch:

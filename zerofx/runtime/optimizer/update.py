@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zerofx.codegen.first_update import goes_on, zero_states
 from zerofx.codegen.kernels import Kernel, runs_triton
+from zerofx.codegen.program import Program
 from zerofx.codegen.rewrite.elementwise import UpdateError
 from zerofx.codegen.rewrite.gradient_work import GradientWork, squares_of
 from zerofx.codegen.trace.arguments import Arguments, read_arguments
@@ -329,10 +331,36 @@ class OptimizerRunner(TracedOptimizer):
         piece = self.piece(members)
         ready = self._again(piece, fused)
         if ready is None:
+            if not any(piece.states) and self._begin_states(piece, fused):
+                piece = self.piece(members)
             values = joined_state(piece.states, piece.lengths, piece.whole)
             if values is not None:
                 ready = self._ready(piece._replace(values=values), fused)
         return ready
+
+    @torch.no_grad()
+    def _begin_states(self, piece: Piece, fused: Fused) -> bool:
+        """Keep zeros as the states of a piece without any, if its first update goes on from these.
+
+        It then runs the kernel that later ones will: this one is not compiled at all.
+        """
+        kernels = self.host_kernels if piece.group.on_host else self.kernels
+        if not self.storage.precision.is_plain:
+            return False
+
+        def given(traced: Traced) -> tuple[Update, Program, list[Any]]:
+            options = (piece.data, piece.grad, fused.work, fused.gives_squares)
+            program = kernels.program(traced.update, *options)
+            inputs = [piece.data, piece.grad, *traced.inputs, *fused.coefficients]
+            return traced.update, program, inputs
+
+        with contextlib.suppress(UpdateError):  # whoever runs it says so
+            first = given(self.traced(piece))
+            states = zero_states(*first, piece.data)
+            if states and goes_on(first, given(self.traced(piece._replace(values=states)))):
+                self.keep_state(piece, states)
+                return True
+        return False
 
     def _again(self, piece: Piece, fused: Fused) -> ReadyUpdate | None:
         """Return the run of a piece as in the last step; None if anything but numbers differs."""
