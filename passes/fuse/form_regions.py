@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 import torch
@@ -9,7 +10,12 @@ from torch import fx
 
 from zerofx.ir.aliases import aliased_inputs
 from zerofx.ir.interface import region_of, set_region
-from zerofx.ir.regions import goes_into_region, numbered
+from zerofx.ir.regions import (
+    goes_into_region,
+    numbered,
+    of_batch_alone,
+    shared_by_layers,
+)
 from zerofx.passes.base import Counts, PassContext
 
 
@@ -26,11 +32,13 @@ def form_regions(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         #                                       ~~~~~~~~~~~~ region 1 ~~~~~~~~~~~~~~~~~
 
     Every region gets a view of its own, where it reads one that another region takes: what passes
-    between regions is whole memory, once, which its last reader may reuse.  The order of everything
-    else stays.
+    between regions is whole memory, once, which its last reader may reuse.  What layers share, a
+    mask or the angles of rope, is computed behind the region before the first one's: its region is
+    then like those of the others, and compiled with them.  The order of everything else stays.
     """
     graph = gm.graph
     _take_results_apart_at_once(graph)
+    _compute_before_layers_what_they_share(graph)
     numbers = dict(numbered(list(graph.nodes)))
     for node, number in numbers.items():
         set_region(node, number)
@@ -48,6 +56,38 @@ def _take_results_apart_at_once(graph: fx.Graph) -> None:
                 node.append(part)
             else:
                 graph.erase_node(part)
+
+
+def _compute_before_layers_what_they_share(graph: fx.Graph) -> None:
+    """Move what is of the batch alone, and layers read, to the end of the region before.
+
+    Before::
+
+        region 1: x = embedding(w, tokens)
+        region 2: c = cos(positions);  y = mul(x, c);  region 3: z = mul(y, c);  ...
+
+    After::
+
+        region 1: x = embedding(w, tokens);  c = cos(positions)
+        region 2: y = mul(x, c);  region 3: z = mul(y, c);  ...
+    """
+    numbers = dict(numbered(list(graph.nodes)))
+    shared = shared_by_layers(graph.nodes, numbers)
+    common = of_batch_alone(graph.nodes) if shared else set()
+    end: fx.Node | None = None  # of the region before
+    for _, run in itertools.groupby(list(numbers), numbers.__getitem__):
+        members = list(run)
+        moved: set[fx.Node] = set()
+        for node in reversed(members):
+            if node in shared or (node in common and not moved.isdisjoint(node.users)):
+                moved.add(node)
+        rest = [node for node in members if node not in moved]
+        if end is not None and moved and any(not aliased_inputs(node) for node in rest):
+            for node in filter(moved.__contains__, members):
+                end.append(node)
+                end = node
+            members = rest
+        end = members[-1]
 
 
 def _take_views_where_they_are_read(graph: fx.Graph) -> None:

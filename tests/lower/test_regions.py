@@ -624,3 +624,65 @@ def test_branches_on_a_tensor_run_beside_the_regions():
 
     batches = [torch.full((3, 6), value) for value in (-2.0, 2.0, -1.0, 0.5)]
     assert_trains_as_eagerly(loss_of, batches)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.heads, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x, angles, mask):
+        query, key, value = self.heads(self.norm(x)).chunk(3, dim=-1)
+        query, key = query * angles.cos() + query.roll(1, -1) * angles.sin(), key * angles.cos()
+        scores = (query @ key.transpose(-1, -2)).masked_fill(~mask, -torch.inf)
+        return x + self.out(scores.softmax(-1) @ value)
+
+
+class WithAngles(nn.Module):
+    """Layers that share angles and a mask of the batch, as those of Llama."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.register_buffer("frequencies", torch.arange(1.0, 9.0))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 16)
+
+    def forward(self, tokens):
+        x, length = self.embedding(tokens), tokens.shape[1]
+        positions = torch.arange(length)
+        mask = (positions[:, None] >= positions) & (tokens >= 0)[:, None, :]
+        for layer in self.layers:
+            x = layer(x, positions[:, None] * self.frequencies, mask)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("layers", [3, 4])
+def test_layers_that_share_angles_and_a_mask_have_equal_regions(layers, monkeypatch):
+    texts = []
+    init = CompiledRegion.__init__
+
+    def noted(self, gm, donated):
+        init(self, gm, donated)
+        texts.append(self.text)
+
+    monkeypatch.setattr(CompiledRegion, "__init__", noted)
+    monkeypatch.setattr(CompiledRegion, "is_to_compile", False)
+    monkeypatch.setattr(CompiledRegion, "forward", lambda self, values: self._run_operators(values))
+    torch.manual_seed(0)
+    model = WithAngles(layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="zero")
+    def step(tokens):
+        loss = model(tokens).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step(torch.randint(16, (2, 5)))
+    of_layers = [text for text in texts if "aten._softmax.default" in text]
+    backward = [text for text in texts if "aten._softmax_backward_data" in text]
+    assert len(of_layers) == len(backward) == layers
+    assert len(set(of_layers)) == len(set(backward)) == 1

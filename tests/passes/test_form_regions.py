@@ -12,7 +12,13 @@ from tests.kit.programs import clone, context_of, mlp_step, rewritten, run_passe
 from zerofx.errors import GraphError
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, mutated_inputs
-from zerofx.ir.interface import mark_gradient, region_of, set_region
+from zerofx.ir.interface import (
+    InputRole,
+    mark_gradient,
+    region_of,
+    set_input_role,
+    set_region,
+)
 from zerofx.ir.regions import numbered
 from zerofx.ir.roles import Provenance, Role
 from zerofx.passes.fuse.form_regions import form_regions
@@ -20,6 +26,13 @@ from zerofx.verify.verifier import verify
 
 aten = torch.ops.aten
 FACTS = {"averaged_gradients", "sharded_updates"}
+
+
+def _inputs(graph: fx.Graph, *names: str) -> list[fx.Node]:
+    inputs = [graph.placeholder(name) for name in names]
+    for node in inputs:
+        set_input_role(node, InputRole("other"))
+    return inputs
 
 
 @pytest.fixture
@@ -40,7 +53,7 @@ def test_every_run_of_compute_is_a_region(program):
 
 def test_a_view_is_taken_where_it_is_read():
     graph = fx.Graph()
-    x, box = graph.placeholder("x"), graph.placeholder("box")
+    x, box = _inputs(graph, "x", "box")
     sine = graph.call_function(aten.sin.default, (x,))
     turned = graph.call_function(aten.t.default, (sine,))
     written = graph.call_function(aten.zero_.default, (box,))
@@ -57,7 +70,7 @@ def test_a_view_is_taken_where_it_is_read():
 
 def test_what_backward_computes_again_begins_a_region():
     graph = fx.Graph()
-    x = graph.placeholder("x")
+    (x,) = _inputs(graph, "x")
     sine = graph.call_function(aten.sin.default, (x,))
     loss = graph.call_function(aten.cos.default, (sine,))
     again = graph.call_function(aten.sin.default, (x,))
@@ -79,7 +92,7 @@ def test_what_backward_computes_again_begins_a_region():
 @pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "uncast"])
 def test_a_sum_of_gradients_of_products_long_done_begins_a_region(late, regions, is_cast):
     graph = fx.Graph()
-    x = graph.placeholder("x")
+    (x,) = _inputs(graph, "x")
     first, *others = (graph.call_function(aten.mm.default, (x, x)) for _ in range(3))
     term = graph.call_function(aten.t.default, (first if late else others[0],))
     if is_cast:
@@ -130,3 +143,80 @@ def test_one_of_several_results_stays_with_what_made_them_though_it_is_taken_aga
     again.meta["zerofx"] = Provenance(Role.RECOMPUTE, -1, "recompute")
     graph.output((again,))
     assert [number for _, number in numbered([made, again])] == [0, 0]
+
+
+def _layers(graph: fx.Graph, box: fx.Node, x: fx.Node, value: fx.Node) -> list[fx.Node]:
+    """Three regions that read a value, with a write to ``box`` between them."""
+    found = []
+    for _ in range(3):
+        x = graph.call_function(aten.mul.Tensor, (x, value))
+        graph.call_function(aten.zero_.default, (box,))
+        found.append(x)
+    graph.output((x,))
+    for node in graph.nodes:
+        node.meta.setdefault("val", torch.empty(2, 2))
+    return found
+
+
+@pytest.mark.parametrize("value", ["of the batch", "of a constant", "of a view"])
+def test_what_layers_share_is_computed_before_the_first(value):
+    graph = fx.Graph()
+    tokens, box, weight = _inputs(graph, "tokens", "box", "weight")
+    set_input_role(weight, InputRole("parameter", 0))
+    x = graph.call_function(aten.sin.default, (weight,))
+    graph.call_function(aten.zero_.default, (box,))
+    source = {
+        "of the batch": lambda: tokens,
+        "of a constant": lambda: graph.call_function(aten.arange.default, (2,)),
+        "of a view": lambda: graph.call_function(aten.t.default, (tokens,)),
+    }[value]()
+    angles = graph.call_function(aten.cos.default, (source,))
+    turned = graph.call_function(aten.t.default, (angles,))
+    first, *others = _layers(graph, box, x, turned)
+    form_regions(fx.GraphModule({}, graph), None)
+    assert region_of(angles) == region_of(x) != region_of(first)
+    regions = [
+        [n for n in graph.nodes if region_of(n) == region_of(one)] for one in (first, *others)
+    ]
+    assert len({tuple(str(node.target) for node in nodes) for nodes in regions}) == 1
+
+
+def _of_a_parameter(graph, tokens, box, weight):
+    return graph.call_function(aten.cos.default, (weight,))
+
+
+def _drawn(graph, tokens, box, weight):
+    return graph.call_function(aten.rand_like.default, (tokens,))
+
+
+def _written_to_meanwhile(graph, tokens, box, weight):
+    return graph.call_function(aten.cos.default, (box,))
+
+
+@pytest.mark.parametrize("made", [_of_a_parameter, _drawn, _written_to_meanwhile])
+def test_nothing_else_is_moved(made):
+    graph = fx.Graph()
+    tokens, box, weight = inputs = _inputs(graph, "tokens", "box", "weight")
+    set_input_role(weight, InputRole("parameter", 0))
+    x = graph.call_function(aten.sin.default, (weight,))
+    graph.call_function(aten.zero_.default, (box,))
+    value = made(graph, *inputs)
+    first, *_ = _layers(graph, box, x, value)
+    form_regions(fx.GraphModule({}, graph), None)
+    assert region_of(value) == region_of(first) != region_of(x)
+
+
+def test_what_one_layer_and_its_backward_read_stays():
+    graph = fx.Graph()
+    tokens, box, weight = _inputs(graph, "tokens", "box", "weight")
+    set_input_role(weight, InputRole("parameter", 0))
+    x = graph.call_function(aten.sin.default, (weight,))
+    graph.call_function(aten.zero_.default, (box,))
+    value = graph.call_function(aten.cos.default, (tokens,))
+    first = graph.call_function(aten.mul.Tensor, (x, value))
+    graph.call_function(aten.zero_.default, (box,))
+    graph.output((graph.call_function(aten.mul.Tensor, (first, value)),))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(2, 2)
+    form_regions(fx.GraphModule({}, graph), None)
+    assert region_of(value) == region_of(first) != region_of(x)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from zerofx import compat
 from zerofx.ir import ops
-from zerofx.ir.aliases import is_compute, memory_of
-from zerofx.ir.graph import is_backward
-from zerofx.ir.interface import gradient_of
+from zerofx.ir.aliases import is_compute, memory_of, mutated_inputs, uses
+from zerofx.ir.graph import is_backward, is_random
+from zerofx.ir.interface import gradient_of, input_role
 from zerofx.ir.roles import Role, role
 
 aten = torch.ops.aten
@@ -61,6 +61,39 @@ def numbered(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
             yield node, number
         if node.target is aten.mm.default:
             products.append(node)
+
+
+def of_batch_alone(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return what is computed of the batch and of constants, in any order: masks, angles of rope.
+
+    Nothing of a parameter or a gradient is in it, nothing is drawn, and what it reads is not
+    written to.
+    """
+    nodes = list(nodes)
+    written = {
+        source for node in nodes for given in mutated_inputs(node) for source in memory_of(given)
+    }
+    found: set[fx.Node] = set()
+    for node in nodes:
+        if node in written:
+            continue
+        if node.op == "placeholder":
+            is_one = input_role(node).kind not in ("parameter", "gradient")
+        else:
+            is_one = goes_into_region(node) and not is_random(node)
+        if is_one and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def shared_by_layers(nodes: Iterable[fx.Node], numbers: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """Return what is of the batch alone, and read by more regions than one and its backward.
+
+    ``numbers`` are those of the regions.
+    """
+    common = of_batch_alone(nodes)
+    readers = {node: {numbers.get(user) for user, _ in uses(node)} - {None} for node in common}
+    return {node for node in common if len(readers[node]) > 2}
 
 
 def _sums_of_gradients(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -20,6 +20,7 @@ from zerofx.ir.aliases import aliased_inputs, memory_of, uses
 from zerofx.ir.interface import input_role, region_of, written_input
 from zerofx.ir.key import key_of
 from zerofx.ir.reach import reached
+from zerofx.ir.regions import shared_by_layers
 from zerofx.ir.roles import Role, role
 from zerofx.ir.sizes import is_symbolic
 from zerofx.ir.source import call_text, layout_text
@@ -53,11 +54,13 @@ def with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     alike = _alike_on_ranks(gm.graph)
+    numbers = {node: number for node in gm.graph.nodes if (number := region_of(node)) is not None}
+    shared = shared_by_layers(gm.graph.nodes, numbers)
     # In a list, for the iterator that torch has over nodes begins anew when it has ended.
     for number, run in itertools.groupby(list(gm.graph.nodes), region_of):
         nodes = list(run)
         if number is not None and any(map(_computes, nodes)):
-            _call_region(gm, nodes, graph, root, copies, not alike.isdisjoint(nodes))
+            _call_region(gm, nodes, graph, root, copies, shared, not alike.isdisjoint(nodes))
             continue
         for node in nodes:  # ours, or nothing but views: not worth a call
             if node.op == "output":
@@ -112,6 +115,7 @@ def _call_region(
     graph: fx.Graph,
     root: nn.Module,
     copies: dict[fx.Node, fx.Node],
+    shared: set[fx.Node],
     is_alike: bool,
 ) -> None:
     inside = set(nodes)
@@ -132,7 +136,9 @@ def _call_region(
         compat.inductor.mark_alike(values)
     number = region_of(nodes[0])
     assert number is not None
-    donated = [at for at, source in enumerate(inputs) if _dies_in(number, source)]
+    # Not what layers share: the region of the last one would be another than those of the others.
+    own = [at for at, source in enumerate(inputs) if source not in shared]
+    donated = [at for at in own if _dies_in(number, inputs[at])]
     for position, source in enumerate(inputs):
         local[source] = body.call_function(operator.getitem, (values, position))
         local[source].meta = dict(source.meta)
