@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zerofx.codegen.numbers import roots_of
 from zerofx.codegen.operations import NumberOperand, Operand, Value
 from zerofx.codegen.program import Program
 from zerofx.codegen.trace.nested import Slot
 from zerofx.codegen.trace.trace import Update
+
+aten = torch.ops.aten
 
 
 def zero_states(
@@ -27,13 +30,13 @@ def zero_states(
     ``program`` is the update's, ``inputs`` all that it is given, ``like`` a shard ``[n]``.  None if
     it makes other states than shards of its own and numbers, or changes its group too.
     """
-    if update.group:
+    if update.group or _share_results(update):
         return None
-    numbers, _ = program.host(_copied(inputs))
+    numbers, _ = _numbers_of(program, inputs)
     made = {stream.name: stream for stream in program.streams if stream.kind == "new state"}
     states: dict[str, Any] = {}
     for name, slot in update.state:
-        if type(slot) in (int, float):  # known when it was traced, as a count of 1
+        if type(slot) in (int, float) and slot == 1:  # known when it was traced: a count
             states[name] = type(slot)(0)
             continue
         if not isinstance(slot, Slot):
@@ -41,7 +44,7 @@ def zero_states(
         result = program.results[slot.index]
         if result[0] == "stream" and result[1] in made:
             states[name] = torch.zeros_like(like, dtype=made[result[1]].dtype)
-        elif result[0] == "number":
+        elif result[0] == "number" and _begins_as_zero(update, slot.index):
             number = numbers[result[1]]
             is_tensor = isinstance(number, Tensor)
             states[name] = torch.zeros_like(number) if is_tensor else type(number)(0)
@@ -62,8 +65,8 @@ def goes_on(
     pairs = _Pairs(program, other_program)
     if not pairs.match() or not pairs.match_results(update, other_update):
         return False
-    kept, computed = program.host(_copied(inputs))
-    other_kept, other_computed = other_program.host(_copied(other_inputs))
+    kept, computed = _numbers_of(program, inputs)
+    other_kept, other_computed = _numbers_of(other_program, other_inputs)
     numbers = dict(zip(program.numbers, computed, strict=True))
     others = dict(zip(other_program.numbers, other_computed, strict=True))
     return all(_are_equal(numbers[one], others[other]) for one, other in pairs.numbers) and all(
@@ -186,9 +189,30 @@ def _operation(value: Value) -> Any:
     return value.operation
 
 
-def _copied(inputs: Sequence[Any]) -> list[Any]:
-    """Return the inputs with copies of what the arithmetic on numbers may change in place."""
-    return [one.clone() if isinstance(one, Tensor) and not one.dim() else one for one in inputs]
+def _numbers_of(program: Program, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Run a program's arithmetic on numbers, on copies of those that it may change in place."""
+    given = list(inputs)
+    for position in program.host.inputs:
+        if isinstance(given[position], Tensor):
+            given[position] = given[position].clone()
+    return program.host(given)
+
+
+def _share_results(update: Update) -> bool:
+    """Return whether one result is several states."""
+    slots = [slot.index for _, slot in update.state if isinstance(slot, Slot)]
+    return len(set(slots)) < len(slots)
+
+
+def _begins_as_zero(update: Update, position: int) -> bool:
+    """Return whether a number that an update returns is in memory that it has made a zero."""
+    graph = update.graph_module.graph
+    begun = roots_of(graph)[graph.output_node().args[0][position]]
+    if begun.target is aten.zeros.default:
+        return True
+    is_constant = begun.target in (aten.full.default, aten.scalar_tensor.default)
+    made_of = begun.args[-1] if is_constant else None
+    return isinstance(made_of, int | float) and not made_of
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -155,6 +155,139 @@ def test_an_optimizer_of_ones_own_that_begins_with_zeros_has_one_kernel(made):
     assert has_one_kernel(made)
 
 
+class Begun(torch.optim.Optimizer):
+    """Begins as ``begin(p, state)`` says, and then calls ``go_on(p, state)``."""
+
+    def __init__(self, parameters, begin, go_on):
+        super().__init__(parameters, {"lr": 0.1})
+        self.begin, self.go_on = begin, go_on
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    self.begin(p, state)
+                self.go_on(p, state)
+
+
+def counts_in_one_element(p, state):
+    state["n"], state["momentum"] = torch.zeros(1), torch.zeros_like(p)
+
+
+def divides_by_a_count(p, state):
+    state["n"], state["momentum"] = torch.tensor(2.0), torch.zeros_like(p)
+
+
+def has_two_names_for_a_count(p, state):
+    state["n"] = state["other"] = torch.zeros(())
+    state["momentum"] = torch.zeros_like(p)
+
+
+def keeps_nothing_under_a_name(p, state):
+    state["none"], state["n"], state["momentum"] = None, torch.zeros(()), torch.zeros_like(p)
+
+
+def counts(p, state):
+    state["n"] += 1
+    state["momentum"].mul_(0.9).add_(p.grad)
+    p.sub_(state["momentum"], alpha=0.1)
+
+
+def divides(p, state):
+    factor = 1 / (state["n"] * 1.5).item()
+    state["momentum"].mul_(0.9).add_(p.grad)
+    p.sub_(state["momentum"], alpha=0.1 * factor)
+
+
+@pytest.mark.parametrize(
+    ("begin", "go_on"),
+    [
+        (counts_in_one_element, counts),
+        (divides_by_a_count, divides),
+        (has_two_names_for_a_count, lambda p, state: state["momentum"].add_(p.grad)),
+        (keeps_nothing_under_a_name, counts),
+    ],
+)
+def test_states_of_any_kind_are_what_torch_makes_of_them(begin, go_on, made):
+    """Of whole parameters, whose states need be no shards."""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(LENGTH))
+    other = nn.Parameter(parameter.detach().clone())
+    optimizer, eager = Begun([parameter], begin, go_on), Begun([other], begin, go_on)
+    table = {0: (parameter, layout(parameter, 1))}
+    runner = OptimizerRunner(
+        optimizer, table, UpdateSettings(rank=0, sharded=False, seen_flat=True)
+    )
+    for _ in range(STEPS):
+        gradient = torch.randn(LENGTH)
+        runner.begin()
+        runner.run_together([parameter.detach()], [gradient.clone()], [0])
+        runner.end()
+        other.grad = gradient
+        eager.step()
+        torch.testing.assert_close(parameter.detach(), other.detach(), rtol=1e-6, atol=1e-6)
+        mine, theirs = optimizer.state[parameter], eager.state[other]
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-6, atol=1e-6)
+
+
+def begins_vectors_as_they_are(p, state):
+    state["momentum"] = torch.zeros_like(p) if p.dim() > 1 else p.clone()
+
+
+def counts_vectors_from_five(p, state):
+    state["n"] = torch.zeros(()) if p.dim() > 1 else torch.full((), 5.0)
+    state["momentum"] = torch.zeros_like(p)
+
+
+def counts_matrices_alone(p, state):
+    if p.dim() > 1:
+        state["n"] = torch.zeros(())
+    state["momentum"] = torch.zeros_like(p)
+
+
+def may_count(p, state):
+    if "n" in state:
+        state["n"] += 1
+    state["momentum"].mul_(0.9).add_(p.grad)
+    p.sub_(state["momentum"], alpha=0.1)
+
+
+@pytest.mark.parametrize(
+    "begin", [begins_vectors_as_they_are, counts_vectors_from_five, counts_matrices_alone]
+)
+def test_neighbours_begin_each_as_its_own_first_update_says(begin, made):
+    """Joined shards run one update, which the first parameter's is not alone."""
+    torch.manual_seed(0)
+    shapes = [(8, 8), (8,)]
+    data = torch.randn(72)
+    parts = list(data.split([64, 8]))
+    parameters = [
+        nn.Parameter(part.clone().view(shape)) for part, shape in zip(parts, shapes, strict=True)
+    ]
+    others = [nn.Parameter(p.detach().clone()) for p in parameters]
+    optimizer, eager = Begun(parameters, begin, may_count), Begun(others, begin, may_count)
+    table = {index: (p, layout(p, 1, index)) for index, p in enumerate(parameters)}
+    runner = OptimizerRunner(optimizer, table, UpdateSettings(rank=0, sharded=True))
+    for _ in range(STEPS):
+        gradients = torch.randn(72)
+        runner.begin()
+        runner.run_together(parts, list(gradients.clone().split([64, 8])), [0, 1])
+        runner.end()
+        for other, gradient in zip(others, gradients.split([64, 8]), strict=True):
+            other.grad = gradient.view(other.shape)
+        eager.step()
+        for part, p, other in zip(parts, parameters, others, strict=True):
+            torch.testing.assert_close(part, other.detach().flatten(), rtol=1e-6, atol=1e-6)
+            mine, theirs = optimizer.state[p], eager.state[other]
+            assert mine.keys() == theirs.keys()
+            for name, value in theirs.items():
+                torch.testing.assert_close(mine[name], value.flatten() if value.dim() else value)
+
+
 def test_states_in_another_precision_are_begun_by_their_own_kernel(made):
     """``moment_dtype`` keeps states otherwise than the optimizer makes them."""
     parameter = nn.Parameter(torch.randn(LENGTH))

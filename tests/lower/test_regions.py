@@ -326,7 +326,7 @@ def test_a_result_takes_the_memory_of_what_dies():
     first, second = compiled(dies, x, box).children()
     (sine,) = first([x])
     place = sine.data_ptr()
-    values = [sine]
+    values = [sine.view(-1)]  # as the program gives it
     del sine
     (double,) = second(values)
     assert double.data_ptr() == place
@@ -686,3 +686,21 @@ def test_layers_that_share_angles_and_a_mask_have_equal_regions(layers, monkeypa
     backward = [text for text in texts if "aten._softmax_backward_data" in text]
     assert len(of_layers) == len(backward) == layers
     assert len(set(of_layers)) == len(set(backward)) == 1
+
+
+def test_a_region_takes_a_product_as_the_shape_it_reads():
+    """Its own is of two dimensions; that of another layer, which is a sum, of three."""
+
+    def twice(x, box):
+        product = x @ x
+        box.zero_()
+        first = product.view(2, 2, 4).sin()
+        box.zero_()
+        return first.sin()
+
+    x = torch.randn(4, 4)
+    program = compiled(twice, x, torch.randn(4))
+    _, first, second = program.children()
+    assert first.text == second.text
+    out = program(x, torch.randn(4))
+    torch.testing.assert_close(out, (x @ x).view(2, 2, 4).sin().sin())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerofx.compat.dynamo import AUGMENTED_ASSIGNMENTS
+from zerofx.compat.scalars import SYMBOLIC_SCALARS
 from zerofx.compat.tensors import storage_key, tensors_in
 
 logger = logging.getLogger("zerofx")
@@ -32,6 +34,13 @@ _ASSIGNMENTS = {operator.setitem, *AUGMENTED_ASSIGNMENTS}
 
 _KNOWN = ("aten", "prims", "zerofx")
 """Namespaces of operators that do nothing beside what their schemas say."""
+
+_MODES = (
+    torch._C._set_grad_enabled,
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
+"""What sets a mode that can be put back."""
 
 
 class UnknownError(Exception):
@@ -74,7 +83,8 @@ def _by_outline(
     outline.owning_module = gm
     gm._graph = outline  # the property would make its code anew
     try:
-        found = collect()
+        with _modes_put_back():
+            found = collect()
     except Exception as error:
         raise UnknownError(f"the outline does not run: {error}") from error
     finally:
@@ -83,11 +93,30 @@ def _by_outline(
     return found
 
 
+@contextlib.contextmanager
+def _modes_put_back() -> Iterator[None]:
+    """Leave the modes as they were, though a graph ends in an error within one that it has set."""
+    is_on, depth = torch.is_grad_enabled(), _depth_of_autocast()
+    try:
+        yield
+    except BaseException:
+        torch._C._set_grad_enabled(is_on)
+        while _depth_of_autocast() > depth:
+            if not torch.autocast_decrement_nesting():
+                torch.clear_autocast_cache()
+        raise
+
+
+def _depth_of_autocast() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 def outline_of(graph: fx.Graph) -> fx.Graph:
     """Return a graph that writes to the same inputs, and whose results are of the same memory.
 
-    Raises: UnknownError if it has operators that may do what no schema says, or inputs that share
-    memory.
+    Raises: UnknownError if it has functions that may do more than their names say, or inputs that
+    share memory.
     """
     memory = {node: _memory_of(node) for node in graph.nodes}
     given, constant = _memory_of_inputs(memory)
@@ -135,9 +164,8 @@ def _memory_of(node: fx.Node) -> set[int]:
     target = node.target
     if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
         raise UnknownError(f"{node.name} runs a program")
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        if str(target).partition(".")[0] not in _KNOWN:
-            raise UnknownError(f"{node.name} is an operator of another library")
+    if node.op == "call_function" and not _is_torchs(target):
+        raise UnknownError(f"{node.name} is no function of torch")
     example = node.meta.get(EXAMPLE)
     if node.op == "get_attr" and not isinstance(example, torch.Tensor):
         raise UnknownError(f"{node.name} is a program")
@@ -145,7 +173,19 @@ def _memory_of(node: fx.Node) -> set[int]:
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             raise UnknownError(f"{node.name} has tensors inside")
-    return set(map(storage_key, tensors))
+    try:
+        return set(map(storage_key, tensors))
+    except NotImplementedError:  # of a program that vmap runs
+        raise UnknownError(f"{node.name} has no memory of its own") from None
+
+
+def _is_torchs(target: Any) -> bool:
+    """Return whether a function is one that does what its name says, and not a user's."""
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(target).partition(".")[0] in _KNOWN
+    if isinstance(target, types.FunctionType):  # one that wraps another has its name
+        return target.__globals__["__name__"].partition(".")[0] in ("torch", "zerofx")
+    return isinstance(target, types.BuiltinFunctionType | type(torch.Tensor.add))
 
 
 def _memory_of_inputs(memory: Mapping[fx.Node, set[int]]) -> tuple[set[int], set[int]]:
@@ -171,7 +211,14 @@ def _may_act(
     no gradient is taken of may be written to by what has no name for that, as a batch norm.
     """
     read = set().union(*(memory[source] for source in node.all_input_nodes))
-    if not constant.isdisjoint(read) or not (read or memory[node]):
+    if not (read or memory[node]):
+        is_number = isinstance(
+            node.meta.get(EXAMPLE), (*SYMBOLIC_SCALARS, torch.SymBool, int, float)
+        )
+        if not is_number and node.target not in _MODES:
+            raise UnknownError(f"{node.name} sets a mode that cannot be put back")
+        return True
+    if not constant.isdisjoint(read):
         return True
     if given.isdisjoint(read):
         return False

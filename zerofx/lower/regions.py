@@ -139,12 +139,22 @@ def _call_region(
     # Not what layers share: the region of the last one would be another than those of the others.
     own = [at for at, source in enumerate(inputs) if source not in shared]
     donated = [at for at in own if _dies_in(number, inputs[at])]
+    given = []
     for position, source in enumerate(inputs):
+        views = _taken_only_as(source, inside, outputs)
+        seen = next(iter(views), source)
+        given.append(copies[source])
+        if views:
+            shape = tuple(seen.meta["val"].shape)
+            given[-1] = graph.call_function(aten.reshape.default, (copies[source], shape))
         local[source] = body.call_function(operator.getitem, (values, position))
-        local[source].meta = dict(source.meta)
+        local[source].meta = dict(seen.meta)
+        local |= dict.fromkeys(views, local[source])
         if position in donated:
             local[source].name = f"donated_{position}"  # torch's caches go by the code
     for node in nodes:
+        if node in local:
+            continue
         local[node] = body.node_copy(node, local.__getitem__)
         if node.target in _VIEWS:
             local[node].target = aten.reshape.default
@@ -153,10 +163,28 @@ def _call_region(
     name = f"region_{sum(1 for _ in root.children())}"
     root.add_module(name, CompiledRegion(fx.GraphModule(gm, body), donated))
     # A call of its own: the program's names for the inputs are gone when the region begins.
-    box = graph.call_function(_listed, tuple(copies[source] for source in inputs))
+    box = graph.call_function(_listed, tuple(given))
     call = graph.call_module(name, (box,))
     for position, node in enumerate(outputs):
         copies[node] = graph.call_function(operator.getitem, (call, position))
+
+
+def _taken_only_as(
+    source: fx.Node, inside: set[fx.Node], outputs: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """Return the views that a region takes an input as, if they are one and all that it reads.
+
+    They are of all of its memory, in order: what gives it may lay it out in other dimensions, as a
+    product of matrices does, and the region is like others whose input needs no view.
+    """
+    views = [user for user in source.users if user in inside]
+    values = [source.meta.get("val"), *(view.meta.get("val") for view in views)]
+    are_plain = all(isinstance(value, torch.Tensor) and not is_symbolic(value) for value in values)
+    if not are_plain or not all(value.is_contiguous() for value in values):
+        return []
+    is_one = len({value.shape for value in values[1:]}) == 1
+    are_views = all(view.target in _VIEWS and view not in outputs for view in views)
+    return views if is_one and are_views else []
 
 
 def _dies_in(number: int, source: fx.Node) -> bool:

@@ -217,7 +217,8 @@ def keep_state(
     native = new.get(NATIVE, {})
     for name, value in new.items():
         is_count = isinstance(value, Tensor) and not value.dim()  # which each has for itself
-        if value is joined.get(name) and not (is_count and len(states) > 1):
+        is_as_before = name in joined and value is joined[name]
+        if is_as_before and not (is_count and len(states) > 1):
             continue
         parts = list(map(num_blocks, lengths)) if is_scale(name, native) else lengths
         if isinstance(value, Tensor) and value.shape == (sum(parts),):

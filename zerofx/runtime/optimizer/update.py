@@ -354,10 +354,14 @@ class OptimizerRunner(TracedOptimizer):
             inputs = [piece.data, piece.grad, *traced.inputs, *fused.coefficients]
             return traced.update, program, inputs
 
-        with contextlib.suppress(UpdateError):  # whoever runs it says so
-            first = given(self.traced(piece))
+        # The optimizer's own Python may fail on states that it never has.
+        with contextlib.suppress(Exception):
+            traced = self.traced(piece)
+            first = given(traced)
             states = zero_states(*first, piece.data)
-            if states and goes_on(first, given(self.traced(piece._replace(values=states)))):
+            if not states or not self._holds_for_all(traced, piece):
+                return False
+            if goes_on(first, given(self.traced(piece._replace(values=states)))):
                 self.keep_state(piece, states)
                 return True
         return False
