@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
+from tests.kit.small_regions import every_region_is_compiled  # noqa: F401
 from zerofx.compiler import progress
 from zerofx.compiler.progress import CLEAR_LINE
 from zerofx.lower.regions import CompiledRegion
+
+pytestmark = pytest.mark.usefixtures("every_region_is_compiled")
 
 
 def train(batches=((2, 4),), **options):

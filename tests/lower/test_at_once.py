@@ -23,6 +23,7 @@ import tests.conftest  # noqa: F401  # the ranks need the backend's name too
 from tests.kit.models import features, squared_loss
 from tests.kit.programs import capture, rewritten
 from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.small_regions import every_region_is_compiled  # noqa: F401
 from tests.kit.step_forms.form import step_with
 from tests.kit.trainings import Tower, clipped, program_of
 from zerofx import backend, compat
@@ -32,6 +33,8 @@ from zerofx.lower.at_once import AtOnce, Record
 from zerofx.lower.compile_process import NICE, CompileProcess
 from zerofx.lower.regions import CompiledRegion, _Compiled
 from zerofx.runtime.comm.agreement import AgreementError
+
+pytestmark = pytest.mark.usefixtures("every_region_is_compiled")
 
 aten = torch.ops.aten
 

@@ -24,6 +24,7 @@ from tests.kit.coded_reductions import NODES, wide_mlp
 from tests.kit.covering import first, nightly
 from tests.kit.programs import capture, mlp_step, rewritten
 from tests.kit.ranks import ranks_fixture  # noqa: F401
+from tests.kit.small_regions import every_region_is_compiled  # noqa: F401
 from zerofx import compat
 from zerofx.ir import ops
 from zerofx.ir.interface import InputRole, set_input_role
@@ -430,7 +431,7 @@ def test_a_region_is_compiled_twice_however_many_sizes_come(loss_of, monkeypatch
 
 
 @pytest.fixture
-def sine(monkeypatch):
+def sine(monkeypatch, every_region_is_compiled):  # noqa: F811
     """Return what makes one region of ``sin``, compiled by nothing that takes time."""
     monkeypatch.setattr(CompiledRegion, "_known", {})
     monkeypatch.setattr(
@@ -704,3 +705,72 @@ def test_a_region_takes_a_product_as_the_shape_it_reads():
     assert first.text == second.text
     out = program(x, torch.randn(4))
     torch.testing.assert_close(out, (x @ x).view(2, 2, 4).sin().sin())
+
+
+def adds(x, box):
+    first = x @ x
+    box.zero_()
+    return first + x
+
+
+def adds_to_a_view(x, box):
+    first = x @ x
+    box.zero_()
+    return first.t() + x
+
+
+def looks_up(x, box):
+    table = x @ x
+    box.zero_()
+    return torch.nn.functional.embedding(box.long()[0], table), table
+
+
+def multiplies_matrices(x, box):
+    first = x @ x
+    box.zero_()
+    return first @ x
+
+
+def adds_what_is_read_later(x, box):
+    first = x @ x
+    box.zero_()
+    second = first + x
+    box.zero_()
+    return second.sin() + first
+
+
+@pytest.mark.parametrize(
+    ("function", "is_one", "writes"),
+    [
+        (adds, True, True),
+        (adds_to_a_view, False, False),  # which it could not write to in order
+        (dies, True, True),
+        (adds_what_is_read_later, True, False),
+        (looks_up, False, False),  # of what another operator makes
+        (multiplies_matrices, False, False),  # which a user may have tuned
+    ],
+)
+def test_a_region_of_one_operator_is_not_compiled(function, is_one, writes):
+    """It writes to the memory of what dies, if that lies as the result does."""
+    x = torch.randn(4, 4)
+    program = compiled(function, x, torch.randn(4))
+    _, region, *_ = program.children()
+    assert region.is_one_operator == is_one and region.is_to_compile != is_one
+    assert any(node.kwargs.get("out") for node in region.gm.graph.nodes) == writes
+    if is_one:
+        found, expected = program(x, torch.randn(4)), function(x, torch.randn(4))
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_region_of_one_operator_takes_the_memory_of_what_dies():
+    x = torch.randn(4, 4)
+    program = compiled(adds, x, torch.randn(4))
+    _, region = program.children()
+    product = x @ x
+    place = product.data_ptr()
+    positions = [at for at in (0, 1) if at in region.donated]
+    values = [product, x.clone()] if positions == [0] else [x.clone(), product]
+    del product
+    (total,) = region(values)
+    assert total.data_ptr() == place and values == []
+    torch.testing.assert_close(total, x @ x + x)

@@ -163,8 +163,11 @@ class AtOnce:
         which other ranks may have compiled others.
         """
         names: dict[str, str] = {}
-        children = program.named_children()
-        regions = {name: one for name, one in children if isinstance(one, CompiledRegion)}
+        regions = {
+            name: one
+            for name, one in program.named_children()
+            if isinstance(one, CompiledRegion) and not one.is_one_operator
+        }
         for name, region in regions.items():
             if _is_alike(region) and region.sample is not None:  # others may not have it yet
                 self._compile_later(ALIKE, region, regions.values())
@@ -180,7 +183,11 @@ class AtOnce:
         record says what ran compiled: then they are left to be compiled before they run.
         """
         units = {text: unit for unit in self._units.values() for text in unit.texts}
-        regions = [one for one in program.children() if isinstance(one, CompiledRegion)]
+        regions = [
+            one
+            for one in program.children()
+            if isinstance(one, CompiledRegion) and not one.is_one_operator
+        ]
         for region in regions:
             if (unit := units.get(region.text)) is not None:
                 region.waits = True

@@ -16,7 +16,8 @@ from torch import fx, nn
 from zerofx import compat
 from zerofx.compat.inductor import Like
 from zerofx.ir import ops
-from zerofx.ir.aliases import aliased_inputs, memory_of, uses
+from zerofx.ir.aliases import aliased_inputs, memory_of, mutated_inputs, uses
+from zerofx.ir.graph import is_random
 from zerofx.ir.interface import input_role, region_of, written_input
 from zerofx.ir.key import key_of
 from zerofx.ir.reach import reached
@@ -233,6 +234,8 @@ class CompiledRegion(nn.Module):
     size has inputs ``like`` those, with symbols for sizes: it is compiled once for all, and once
     more for those that this does not hold for.
 
+    One of a single pointwise operator is not compiled: torch's kernel does the same.
+
     It takes its inputs in a list, which it empties: what forward has saved for backward, and
     nobody reads later, is freed while the region runs and not after it.  Results may take the
     memory of the ``donated`` ones.
@@ -254,6 +257,9 @@ class CompiledRegion(nn.Module):
         self.like = tuple(map(Like.of, captured)) if self.of_any_size else None
         self.sample = compat.inductor.as_captured(captured) if self.of_any_size else captured
         self.donated = donated  # positions of inputs
+        self.is_one_operator = not self.of_any_size and _is_one_operator(gm.graph, donated)
+        if self.is_one_operator:
+            gm.recompile()
         self.text = f"{_computation(gm.graph)}\n{donated}"
         if compat.inductor.ALIKE in values.meta:
             self.text += f"\n{compat.inductor.ALIKE}"
@@ -266,6 +272,8 @@ class CompiledRegion(nn.Module):
     @property
     def is_to_compile(self) -> bool:
         """Return whether nothing compiled is known for what was captured."""
+        if self.is_one_operator:
+            return False
         return self.sample is not None and self._find(self.sample) is None
 
     def compile_ahead(self, waits: bool = True) -> bool:
@@ -286,7 +294,7 @@ class CompiledRegion(nn.Module):
         return self.forward(values)  # past hooks that the user has on all modules
 
     def forward(self, values: list[Any]) -> tuple[Any, ...]:
-        if self.waits:
+        if self.waits or self.is_one_operator:
             return self._run_operators(values)
         found = self.found
         if found is None or (self.of_any_size and not found.holds_for(values)):
@@ -337,6 +345,41 @@ class CompiledRegion(nn.Module):
         places = list(map(_place, held))
         found.copied = _shared_unasked(self.gm.graph, places, results)
         return tuple(r.clone() if at in found.copied else r for at, r in enumerate(results))
+
+
+def _is_one_operator(graph: fx.Graph, donated: Sequence[int]) -> bool:
+    """Return whether a region computes one thing, which then runs as torch's own operator.
+
+    If inputs are donated, it writes its result to one of them from now on, or it is none.
+    """
+    operators = [node for node in graph.nodes if node.op == "call_function" and _computes(node)]
+    if len(operators) != 1:
+        return False
+    (node,) = operators
+    if not isinstance(node.target, torch._ops.OpOverload) or is_random(node):
+        return False
+    if node.target not in _ALONE and torch.Tag.pointwise not in node.target.tags:
+        return False
+    if mutated_inputs(node):
+        return False
+    if not donated:
+        return True
+    result, variant = node.meta["val"], _WRITING.get(node.target)
+    for source in node.all_input_nodes if variant is not None else ():
+        is_input = source.target is operator.getitem and source.args[1] in donated
+        if is_input and _layouts([source.meta["val"]]) == _layouts([result]):
+            node.target, node.kwargs = variant, {**node.kwargs, "out": source}
+            return True
+    return False
+
+
+_ALONE = (aten.embedding.default, aten.native_layer_norm.default)
+"""Operators that are one kernel and not pointwise, of which a compiler makes nothing better."""
+
+_WRITING = {
+    getattr(aten, name).Tensor: getattr(aten, name).out for name in ("add", "sub", "mul", "div")
+}
+"""Operators between two tensors -> those that write the result to a third."""
 
 
 def compiled_region(
