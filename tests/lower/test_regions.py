@@ -731,6 +731,18 @@ def multiplies_matrices(x, box):
     return first @ x
 
 
+def adds_to_itself(x, box):
+    first = x @ x
+    box.zero_()
+    return first + first
+
+
+def adds_to_itself_turned(x, box):
+    first = x @ x
+    box.zero_()
+    return first + first.t()
+
+
 def adds_what_is_read_later(x, box):
     first = x @ x
     box.zero_()
@@ -745,6 +757,8 @@ def adds_what_is_read_later(x, box):
         (adds, True, True),
         (adds_to_a_view, False, False),  # which it could not write to in order
         (dies, True, True),
+        (adds_to_itself, True, True),
+        (adds_to_itself_turned, False, False),  # which is written to where it is still read
         (adds_what_is_read_later, True, False),
         (looks_up, False, False),  # of what another operator makes
         (multiplies_matrices, False, False),  # which a user may have tuned

@@ -367,6 +367,9 @@ def _is_one_operator(graph: fx.Graph, donated: Sequence[int]) -> bool:
     result, variant = node.meta["val"], _WRITING.get(node.target)
     for source in node.all_input_nodes if variant is not None else ():
         is_input = source.target is operator.getitem and source.args[1] in donated
+        is_input &= all(
+            source is one or source not in memory_of(one) for one in node.all_input_nodes
+        )
         if is_input and _layouts([source.meta["val"]]) == _layouts([result]):
             node.target, node.kwargs = variant, {**node.kwargs, "out": source}
             return True
