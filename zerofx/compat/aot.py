@@ -265,7 +265,7 @@ def settings() -> list[Any] | None:
     own = (f"{root}/", os.path.join(os.path.dirname(torch.__file__), ""))
     if not all(place.startswith(own) for place in _REGISTERED.findall(kernels)):
         return None
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     kind = "" if device is None else str(torch.get_device_module(device).get_device_name())
     autocasts = ("cpu", *([device.type] if device is not None else []))
     return [

@@ -303,21 +303,20 @@ def _own_none() -> Patch:
     """Give each ``p.grad`` that is None a constant of its own.
 
     Dynamo writes where ``p.grad`` came from onto the one None that all share; the end of the
-    function then restores other parameters' gradients from there.  For 2.11 to 2.14; from 2.15
-    attributes are looked up elsewhere, and copied.
+    function then restores other parameters' gradients from there, and a later function that returns
+    None what it finds there.  For 2.11 to 2.15; ``var_getattr`` up to 2.14.
     """
-    original = TensorVariable.__dict__.get("var_getattr")
-    if original is None:
-        return contextlib.nullcontext()
+    name = "var_getattr" if "var_getattr" in vars(TensorVariable) else "tp_getattro_impl"
+    original = getattr(TensorVariable, name)
 
-    def var_getattr(self, tx, name):
-        result = original(self, tx, name)
+    def look_up(self, tx, attribute):
+        result = original(self, tx, attribute)
         if result is CONSTANT_VARIABLE_NONE:
             source, result.source = result.source, None
             return ConstantVariable(None, source=source)
         return result
 
-    return mock.patch.object(TensorVariable, "var_getattr", var_getattr)
+    return mock.patch.object(TensorVariable, name, look_up)
 
 
 def _own_augmented_assignment() -> Patch:

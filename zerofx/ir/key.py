@@ -272,7 +272,10 @@ def _held(value: Any, module: str, place: str, within: tuple[int, ...] = ()) -> 
     if type(value) in _PLAIN:
         return repr(value)
     if isinstance(value, _BUILT_IN):
-        owner = getattr(value, "__objclass__", None) or getattr(value, "__self__", None)
+        bound = getattr(value, "__self__", None)
+        if isinstance(bound, type):  # as the ``apply`` of an autograd function, from 2.15
+            return f"{value.__name__} of {_held(bound, '', place, within)}{inside}"
+        owner = getattr(value, "__objclass__", None) or bound
         of = getattr(owner, "__name__", "")
         return f"{type(value).__qualname__} {of}.{value.__name__}{inside}"
     kind = type(value)
