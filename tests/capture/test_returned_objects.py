@@ -277,6 +277,22 @@ def test_gradients_of_one_rank_that_are_one_tensor_are_kept_apart(stage):
     assert torch.equal(b.grad, 2 * given) and torch.equal(a.grad, given)
 
 
+def test_what_returns_nothing_returns_none_whatever_was_compiled_before():
+    """Dynamo has one None for all, which may say that it is a gradient of another function's."""
+    model = Mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, optimizer, x, y):
+        optimizer.zero_grad()
+        squared_loss(model, x, y).backward()
+        optimizer.step()
+
+    assert zero(step)(model, optimizer, *BATCH) is None
+    weight = torch.nn.Parameter(torch.randn(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    assert zero(lambda x: (weight * x).sum().backward())(torch.ones(3)) is None
+
+
 def test_an_object_with_a_value_to_differentiate_is_refused():
     with pytest.raises(StepError, match="a value to differentiate, and has no backward"):
         zero(lambda model, x, y: wrapped(squared_loss(model, x, y)))(Mlp(), *BATCH)
