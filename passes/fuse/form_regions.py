@@ -81,6 +81,8 @@ def _compute_before_layers_what_they_share(graph: fx.Graph) -> None:
         for node in reversed(members):
             if node in shared or (node in common and not moved.isdisjoint(node.users)):
                 moved.add(node)
+        # Of several results, all: a compiled region returns no tuple.
+        moved |= {node for node in members if _is_taken_from(node, moved)}
         rest = [node for node in members if node not in moved]
         if end is not None and moved and any(not aliased_inputs(node) for node in rest):
             for node in filter(moved.__contains__, members):
@@ -88,6 +90,10 @@ def _compute_before_layers_what_they_share(graph: fx.Graph) -> None:
                 end = node
             members = rest
         end = members[-1]
+
+
+def _is_taken_from(node: fx.Node, made: set[fx.Node]) -> bool:
+    return node.target is operator.getitem and node.args[0] in made
 
 
 def _take_views_where_they_are_read(graph: fx.Graph) -> None:

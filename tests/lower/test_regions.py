@@ -743,6 +743,12 @@ def adds_to_itself_turned(x, box):
     return first + first.t()
 
 
+def subtracts_from_a_part_of_an_input(x, box):
+    first = x[:2] @ x
+    box.zero_()
+    return x.chunk(2)[1] - first
+
+
 def adds_what_is_read_later(x, box):
     first = x @ x
     box.zero_()
@@ -759,6 +765,7 @@ def adds_what_is_read_later(x, box):
         (dies, True, True),
         (adds_to_itself, True, True),
         (adds_to_itself_turned, False, False),  # which is written to where it is still read
+        (subtracts_from_a_part_of_an_input, True, True),  # to the product, and not to the part
         (adds_what_is_read_later, True, False),
         (looks_up, False, False),  # of what another operator makes
         (multiplies_matrices, False, False),  # which a user may have tuned
@@ -772,8 +779,10 @@ def test_a_region_of_one_operator_is_not_compiled(function, is_one, writes):
     assert region.is_one_operator == is_one and region.is_to_compile != is_one
     assert any(node.kwargs.get("out") for node in region.gm.graph.nodes) == writes
     if is_one:
-        found, expected = program(x, torch.randn(4)), function(x, torch.randn(4))
+        given = x.clone()
+        found, expected = program(given, torch.randn(4)), function(x, torch.randn(4))
         torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(given, x, rtol=0, atol=0)
 
 
 def test_a_region_of_one_operator_takes_the_memory_of_what_dies():
@@ -788,3 +797,17 @@ def test_a_region_of_one_operator_takes_the_memory_of_what_dies():
     (total,) = region(values)
     assert total.data_ptr() == place and values == []
     torch.testing.assert_close(total, x @ x + x)
+
+
+def test_a_result_in_the_memory_of_an_input_is_no_view():
+    """A user may write to it, and detach it."""
+    linear, add = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+    @torch.compile(backend="zero")
+    def evaluate(x):
+        with torch.no_grad():
+            return linear(x) + add
+
+    result = evaluate(torch.randn(2, 5, 8))
+    assert not result._is_view()
+    result.detach_().mul_(2)

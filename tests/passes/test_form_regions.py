@@ -181,6 +181,22 @@ def test_what_layers_share_is_computed_before_the_first(value):
     assert len({tuple(str(node.target) for node in nodes) for nodes in regions}) == 1
 
 
+def test_several_results_of_which_layers_share_one_are_moved_together():
+    """A region returns tensors, and no tuple of them."""
+    graph = fx.Graph()
+    tokens, box, weight = _inputs(graph, "tokens", "box", "weight")
+    set_input_role(weight, InputRole("parameter", 0))
+    x = graph.call_function(aten.sin.default, (weight,))
+    graph.call_function(aten.zero_.default, (box,))
+    largest = graph.call_function(aten.max.dim, (tokens, 1))
+    largest.meta["val"] = torch.empty(2), torch.empty(2, dtype=torch.int64)
+    values, places = (graph.call_function(operator.getitem, (largest, at)) for at in (0, 1))
+    x = graph.call_function(aten.mul.Tensor, (x, places))
+    _layers(graph, box, x, values)
+    form_regions(fx.GraphModule({}, graph), None)
+    assert region_of(largest) == region_of(values) == region_of(places) != region_of(x)
+
+
 def _of_a_parameter(graph, tokens, box, weight):
     return graph.call_function(aten.cos.default, (weight,))
 

@@ -25,6 +25,7 @@ from zerofx.ir.regions import shared_by_layers
 from zerofx.ir.roles import Role, role
 from zerofx.ir.sizes import is_symbolic
 from zerofx.ir.source import call_text, layout_text
+from zerofx.runtime.memory.flat import without_base
 
 logger = logging.getLogger("zerofx")
 
@@ -147,7 +148,7 @@ def _call_region(
         given.append(copies[source])
         if views:
             shape = tuple(seen.meta["val"].shape)
-            given[-1] = graph.call_function(aten.reshape.default, (copies[source], shape))
+            given[-1] = graph.call_function(_seen_as, (copies[source], shape))
         local[source] = body.call_function(operator.getitem, (values, position))
         local[source].meta = dict(seen.meta)
         local |= dict.fromkeys(views, local[source])
@@ -209,6 +210,11 @@ def _dies_in(number: int, source: fx.Node) -> bool:
 
 def _listed(*values: Any) -> list[Any]:
     return list(values)
+
+
+def _seen_as(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor in another shape, and no view of it: a result may be this one."""
+    return without_base(tensor.reshape(shape))
 
 
 @dataclass
@@ -366,11 +372,13 @@ def _is_one_operator(graph: fx.Graph, donated: Sequence[int]) -> bool:
         return True
     result, variant = node.meta["val"], _WRITING.get(node.target)
     for source in node.all_input_nodes if variant is not None else ():
-        is_input = source.target is operator.getitem and source.args[1] in donated
-        is_input &= all(
-            source is one or source not in memory_of(one) for one in node.all_input_nodes
-        )
-        if is_input and _layouts([source.meta["val"]]) == _layouts([result]):
+        is_input = source.target is operator.getitem and source.args[0].op == "placeholder"
+        if not is_input or source.args[1] not in donated:
+            continue
+        others = [one for one in node.all_input_nodes if one is not source]
+        given = source.meta["val"]
+        is_alike = _layouts([given]) == _layouts([result]) and given.device == result.device
+        if is_alike and not any(source in memory_of(one) for one in others):
             node.target, node.kwargs = variant, {**node.kwargs, "out": source}
             return True
     return False
