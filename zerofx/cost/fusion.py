@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from zerofx.ir.aliases import is_view
-from zerofx.ir.regions import numbered
+from zerofx.ir.regions import numbered, shared_by_layers
 from zerofx.ir.sizes import hinted_bytes
 
 aten = torch.ops.aten
@@ -48,6 +48,7 @@ class Fusion:
 
     def __init__(self, nodes: Sequence[fx.Node]):
         self.regions: Mapping[fx.Node, int] = dict(numbered(nodes))
+        self._shared = shared_by_layers(nodes, self.regions)
 
     def is_computed_where_read(self, node: fx.Node) -> bool:
         """Return whether a result is nowhere in memory: kernels of its region alone read it."""
@@ -106,8 +107,11 @@ class Fusion:
         return found
 
     def may_overwrite(self, node: fx.Node, source: fx.Node) -> bool:
-        """Return whether a node's result may take a region's result that nobody reads later."""
-        return self.is_kernel(node) and source in self.regions
+        """Return whether a node's result may take a region's result that nobody reads later.
+
+        What layers share is left to the last one as it is left to the others.
+        """
+        return self.is_kernel(node) and source in self.regions and source not in self._shared
 
 
 def _has_one_result(node: fx.Node) -> bool:
