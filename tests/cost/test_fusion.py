@@ -11,6 +11,7 @@ from torch import fx
 from zerofx.cost.fusion import Fusion, calls_library
 from zerofx.cost.program import allocations
 from zerofx.ir import ops
+from zerofx.ir.interface import InputRole, set_input_role
 
 aten = torch.ops.aten
 
@@ -24,6 +25,7 @@ class Steps:
         self.graph = fx.Graph()
         self.x = self.graph.placeholder("x")
         self.x.meta["val"] = torch.empty(64, 64)
+        set_input_role(self.x, InputRole("parameter", 0))
 
     def __call__(self, target, *operands):
         node = self.graph.call_function(target, operands)
@@ -125,3 +127,19 @@ def test_a_norm_that_is_computed_again_is_computed_where_it_is_read(steps):
     assert Fusion(list(steps.graph.nodes)).is_computed_where_read(norm)
     steps(aten.cos.default, steps(operator.getitem, norm, 1))
     assert not Fusion(list(steps.graph.nodes)).is_computed_where_read(norm)
+
+
+def test_what_layers_share_is_not_written_over(steps):
+    """Its last reader leaves it alone as the others do."""
+    set_input_role(steps.x, InputRole("other"))
+    box = steps.graph.placeholder("box")
+    box.meta["val"] = torch.empty(64, 64)
+    set_input_role(box, InputRole("parameter", 0))
+    angles = steps(aten.cos.default, steps.x)
+    last = angles
+    for _ in range(3):
+        steps(aten.zero_.default, box)
+        last = steps(aten.mul.Tensor, box, angles)
+    steps.graph.output((last,))
+    fusion = Fusion(list(steps.graph.nodes))
+    assert not fusion.may_overwrite(last, angles)
