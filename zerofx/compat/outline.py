@@ -185,7 +185,11 @@ def _is_torchs(target: Any) -> bool:
         return str(target).partition(".")[0] in _KNOWN
     if isinstance(target, types.FunctionType):  # one that wraps another has its name
         return target.__globals__["__name__"].partition(".")[0] in ("torch", "zerofx")
-    return isinstance(target, types.BuiltinFunctionType | type(torch.Tensor.add))
+    if not isinstance(target, types.BuiltinFunctionType | types.MethodDescriptorType):
+        return False
+    owner = getattr(target, "__objclass__", None)  # of a method
+    module = str(getattr(target if owner is None else owner, "__module__", ""))
+    return module.partition(".")[0] in ("torch", "_operator", "builtins", "math")
 
 
 def _memory_of_inputs(memory: Mapping[fx.Node, set[int]]) -> tuple[set[int], set[int]]:
