@@ -455,7 +455,7 @@ def test_a_step_takes_over_what_is_compiled_meanwhile(monkeypatch, caplog, tmp_p
     assert counters["inductor"]["fxgraph_cache_hit"] >= 5
     assert not counters["inductor"]["fxgraph_cache_miss"], "all is in the cache"
     monkeypatch.undo()
-    assert at.is_over and set(at.taken.values()) == {2, 3} and len(at.taken) > 4
+    assert at.is_over and set(at.taken.values()) == {2} and len(at.taken) > 4
     assert "update_" in " ".join(at.taken)
     assert "step 2 takes over region_" in caplog.text
     eager, _, _ = trained({"lowering": "eager", "stage": 3})
@@ -487,7 +487,7 @@ def test_batches_of_other_sizes_compile_nothing_in_the_training(monkeypatch, tmp
     assert not counters["inductor"]["fxgraph_cache_miss"], "all is in the cache"
     assert counters["stats"]["unique_graphs"] == 1
     monkeypatch.undo()
-    assert at.is_over and set(at.taken.values()) == {2, 3}
+    assert at.is_over and set(at.taken.values()) == {2}
     assert {len(compiled) for compiled in known.values()} == {1}
     eager, others, _ = trained({"lowering": "eager", "stage": 3}, rows)
     torch.testing.assert_close(losses, eager, rtol=1e-5, atol=1e-6)
@@ -523,7 +523,8 @@ def test_a_process_that_dies_leaves_the_compiling_to_the_training(monkeypatch):
     monkeypatch.setattr(CompiledRegion, "_known", {})
 
     def kill(at):
-        at._process._process.kill()
+        if at._process is not None:  # until the second step has taken over all
+            at._process._process.kill()
         wait_for_all(at)
 
     _, parameters, at = trained({"start": "at_once", "stage": 2}, process_seen=kill)

@@ -358,7 +358,7 @@ def test_regions_exchange_whole_memory_and_take_their_own_views():
 
 
 @pytest.mark.nightly
-def test_the_user_s_settings_of_inductor_hold_in_regions():
+def test_the_user_s_settings_of_inductor_hold_in_regions(every_region_is_compiled):  # noqa: F811
     """They are a context's own in some versions, and regions are compiled in another thread."""
     seen = []
     x, box = torch.randn(5, 7), torch.randn(5, 7)
