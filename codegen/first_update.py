@@ -1,4 +1,4 @@
-"""An optimizer's first update: whether later ones would do the same to states that are zeros.
+"""Tells whether an optimizer's first update does what later ones do to states that are zeros.
 
 ``if not state: state["exp_avg"] = torch.zeros_like(p)`` begins nearly every step.  What follows is
 what all steps do: then the first needs no kernel of its own, and runs that of the later ones.

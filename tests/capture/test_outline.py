@@ -11,7 +11,7 @@ FIELDS = ("output_type", "raw_type", "base_idx", "dynamic_dims", "requires_grad"
 
 
 def told(metadata):
-    """What AOTAutograd's metadata say of writes and results."""
+    """Return what AOTAutograd's metadata say of writes and results."""
     return [
         metadata.input_info,
         [[getattr(info, field) for field in FIELDS] for info in metadata.output_info],

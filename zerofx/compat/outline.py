@@ -1,4 +1,4 @@
-"""What a graph writes to and what its results are, told without what it computes.
+"""Tells AOTAutograd what a graph writes to, and what its results are, without what it computes.
 
 AOTAutograd traces a graph twice, first only for this.  An outline has the writes to inputs and the
 views that results are; whatever else they take is memory without elements.  What Dynamo's own run
@@ -40,7 +40,7 @@ _MODES = (
     torch.amp.autocast_mode._enter_autocast,
     torch.amp.autocast_mode._exit_autocast,
 )
-"""What sets a mode that can be put back."""
+"""Functions that set a mode which can be put back."""
 
 
 class UnknownError(Exception):

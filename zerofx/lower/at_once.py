@@ -116,6 +116,15 @@ def _is_alike(region: CompiledRegion) -> bool:
     return compat.inductor.ALIKE in region.text
 
 
+def _to_take_over(program: nn.Module) -> dict[str, CompiledRegion]:
+    """Return the regions that are ever compiled, by their names."""
+    return {
+        name: one
+        for name, one in program.named_children()
+        if isinstance(one, CompiledRegion) and not one.is_one_operator
+    }
+
+
 def _take(region: CompiledRegion, others: Iterable[CompiledRegion]) -> None:
     """Run what is compiled of a region; it may lay out otherwise what the others of it read."""
     region.take()
@@ -163,11 +172,7 @@ class AtOnce:
         which other ranks may have compiled others.
         """
         names: dict[str, str] = {}
-        regions = {
-            name: one
-            for name, one in program.named_children()
-            if isinstance(one, CompiledRegion) and not one.is_one_operator
-        }
+        regions = _to_take_over(program)
         for name, region in regions.items():
             if _is_alike(region) and region.sample is not None:  # others may not have it yet
                 self._compile_later(ALIKE, region, regions.values())
@@ -183,11 +188,7 @@ class AtOnce:
         record says what ran compiled: then they are left to be compiled before they run.
         """
         units = {text: unit for unit in self._units.values() for text in unit.texts}
-        regions = [
-            one
-            for one in program.children()
-            if isinstance(one, CompiledRegion) and not one.is_one_operator
-        ]
+        regions = list(_to_take_over(program).values())
         for region in regions:
             if (unit := units.get(region.text)) is not None:
                 region.waits = True
