@@ -21,7 +21,7 @@ from tests.kit.programs import mlp_step, nodes_of, rewritten, rewritten_by_rank
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.traffic import traffic_of
 from zerofx import StepError, backend
-from zerofx.cost.program import live_bytes
+from zerofx.cost.program import Lifetime, Rehearsal, allocations, live_bytes
 from zerofx.hardware import PIECE_BYTES
 from zerofx.ir import ops
 from zerofx.runtime.comm.communication import Communicator
@@ -52,6 +52,43 @@ def test_a_view_keeps_what_it_views():
     graph = program_of(("a", aten.relu.default, "x"), ("v", aten.alias.default, "a"),
                        ("b", aten.relu.default, "x"), ("c", aten.add.Tensor, "b", "v"))  # fmt: skip
     assert live_bytes(graph, 2) == [0, KIB, KIB, 2 * KIB, 3 * KIB, KIB]
+
+
+def rehearsed(num_moments, *made, held_until=0):
+    """The (begin, end, bytes, whether a result) of what a graph of five nodes allocates.
+
+    Of these ``a``, ``b`` and ``c`` run as one: ``c`` is in what is made first.
+    """
+    graph = program_of(("w", aten.relu.default, "x"), ("a", aten.relu.default, "w"),
+                       ("b", aten.relu.default, "a"), ("c", aten.relu.default, "b"),
+                       ("d", aten.relu.default, "c"))  # fmt: skip
+    _, w, a, b, c, *_ = graph.nodes
+    lifetimes = [Lifetime(*of) for of in made]
+    together = Rehearsal([a, b, c], num_moments, lifetimes, {c: 0}, {w: held_until})
+    found, _ = allocations(graph, 2, rehearsals=[together])
+    return [tuple(of[2:]) for of in found if of.node not in graph.find_nodes(op="output")]
+
+
+def test_nodes_that_run_as_one_allocate_when_they_do():
+    """Their moments are the positions 2 to 4; a result is there until its reader at 5 has run."""
+    found = rehearsed(3, (1, None, 9), (0, 1, 7), held_until=1)
+    assert found == [(2, 3, 7, True), (1, 3, KIB, False), (3, 5, 9, False), (5, 6, KIB, False)]
+
+
+def test_an_input_that_is_freed_before_the_first_moment_is_gone_then():
+    ends = {at: rehearsed(3, (0, None, 9), held_until=at)[0][1] for at in (-1, 0, 2)}
+    assert ends == {-1: 1, 0: 2, 2: 4}
+
+
+def test_of_more_moments_than_nodes_those_with_most_bytes_count():
+    found = rehearsed(9, (8, None, 1), (1, 1, 5), (4, 4, 6), (5, 5, 7), (7, 8, 9))
+    made = [(begin, end, nbytes) for begin, end, nbytes, _ in found if nbytes < KIB]
+    assert made == [(2, 2, 5), (3, 3, 7), (4, 4, 9), (4, 5, 1)]
+
+
+def test_of_fewer_moments_some_last_for_several_nodes():
+    found = rehearsed(1, (0, None, 1), (0, 0, 5))
+    assert found[0] == (2, 4, 5, True)
 
 
 def test_every_part_of_a_split_keeps_what_was_split():

@@ -71,7 +71,7 @@ class Process:
 
 
 def uncompiled(region, values):
-    return _Compiled(region._run_operators, lambda values: True)
+    return _Compiled(region.run_operators, lambda values: True)
 
 
 @pytest.fixture

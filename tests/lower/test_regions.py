@@ -669,7 +669,7 @@ def test_layers_that_share_angles_and_a_mask_have_equal_regions(layers, monkeypa
 
     monkeypatch.setattr(CompiledRegion, "__init__", noted)
     monkeypatch.setattr(CompiledRegion, "is_to_compile", False)
-    monkeypatch.setattr(CompiledRegion, "forward", lambda self, values: self._run_operators(values))
+    monkeypatch.setattr(CompiledRegion, "forward", lambda self, values: self.run_operators(values))
     torch.manual_seed(0)
     model = WithAngles(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -21,7 +21,7 @@ SMALL = (calibrate.Training(32, 1, 8, 0),)
 @pytest.mark.nightly
 def test_the_file_is_what_plans_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(calibrate, "TRAININGS", SMALL)
-    monkeypatch.setattr(calibrate, "ROUNDS", 1)
+    monkeypatch.setattr(calibrate, "SECONDS", 0.0)
     monkeypatch.delenv("ZEROFX_HARDWARE", raising=False)
     path = tmp_path / "machine.json"
     assert command_line.main(["calibrate", "--json", str(path)]) == 0
@@ -51,7 +51,7 @@ def test_the_file_is_what_plans_read(tmp_path, monkeypatch, capsys):
 
 
 def of_rank() -> dict:
-    calibrate.ROUNDS, calibrate.TRAININGS = 2, (calibrate.Training(32, 1, 8, 3),)
+    calibrate.SECONDS, calibrate.TRAININGS = 0.0, (calibrate.Training(32, 1, 8, 3),)
     return calibrate.as_json(calibrate.calibrate(Communicator.of(None), torch.device("cpu")))
 
 

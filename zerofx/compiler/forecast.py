@@ -14,10 +14,9 @@ from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import bytes_kept, context_of
 from zerofx.compiler.rewrite import Rewritten, in_parameters, rewritten
-from zerofx.cost.fusion import Fusion, calls_library
 from zerofx.cost.outside import Row, Span, outside_bytes
 from zerofx.cost.own import own_bytes
-from zerofx.cost.program import Own, live_bytes
+from zerofx.cost.program import Own, Rehearsal, live_bytes
 from zerofx.cost.timeline import (
     StepTime,
     Timeline,
@@ -31,11 +30,14 @@ from zerofx.cost.traffic import wire_bytes
 from zerofx.deferred.ledger import LEDGER
 from zerofx.hardware import Hardware
 from zerofx.ir import ops
+from zerofx.ir.graph import Copies, copied_module
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import Place
-from zerofx.ir.sizes import hinted_bytes
+from zerofx.lower.rehearsal import rehearsals_of
 from zerofx.options import Options
 from zerofx.passes.base import PassContext
+from zerofx.passes.manager import why_skipped
+from zerofx.passes.pipeline import PIPELINE, lowerings
 from zerofx.report.memory import Piece, alive, pieces_of
 
 
@@ -69,42 +71,57 @@ class Forecast:
     def _pieces(self) -> list[Piece]:
         ctx = self.rewritten.ctx
         return pieces_of(
-            self.rewritten.gm.graph,
+            self._program.graph,
             ctx.table,
             ctx.world_size,
-            in_parameters(self.rewritten),
+            self._in_parameters,
             sockets=not ctx.options.peer_memory,
             state_bytes=self.state_bytes,
             largest=True,
             own=self._own(),
-            fusion=self._fusion,
+            rehearsals=self._rehearsals,
         )
 
     @cached_property
-    def _fusion(self) -> Fusion | None:
+    def _program(self) -> fx.GraphModule:
+        """The program whose memory counts: with its regions, if they are compiled."""
+        if self.options.lowering != "inductor":
+            return self.rewritten.gm
+        gm = copied_module(self.rewritten.gm, self._copies)
+        for step in lowerings(PIPELINE):
+            if step.name not in _IN_PLACE and not why_skipped(step, self.rewritten.ctx):
+                step.run(gm, self.rewritten.ctx)
+        return gm
+
+    @cached_property
+    def _copies(self) -> Copies:
+        return {}
+
+    @cached_property
+    def _in_parameters(self) -> set[fx.Node]:
+        found = in_parameters(self.rewritten)
+        return {self._copies.get(node, node) for node in found}
+
+    @cached_property
+    def _rehearsals(self) -> list[Rehearsal]:
         is_compiled = self.options.lowering == "inductor"
-        return Fusion(list(self.rewritten.gm.graph.nodes)) if is_compiled else None
+        return list(rehearsals_of(self._program)) if is_compiled else []
 
     def _own(self) -> Mapping[fx.Node, Own]:
         """Return what operators allocate for themselves, as far as that is known."""
-        nodes, fusion = self.rewritten.gm.graph.nodes, self._fusion
-        is_cpu = all(info.device.type == "cpu" for info in self.rewritten.ctx.table)
-        if fusion is None:
-            return own_bytes(nodes) if is_cpu else {}
-        found = {node: Own(nbytes) for node, nbytes in fusion.widened().items()}
-        if is_cpu:
-            layouts = fusion.layouts()
-            found.update(own_bytes(filter(calls_library, nodes), layouts))
-            for node, operands in layouts.items():
-                copied = sum(hinted_bytes(one) for one in operands if fusion.is_copied(one))
-                during, kept = found.get(node, Own(0))
-                found[node] = Own(during + copied, kept)
-        # One kernel, which needs nothing beside its results.
-        return found | {node: Own(0) for node in nodes if node.target is ops.update}
+        if any(info.device.type != "cpu" for info in self.rewritten.ctx.table):
+            return {}
+        nodes = self._program.graph.nodes
+        if self.options.lowering != "inductor":
+            return own_bytes(nodes)
+        inside = {node for of in self._rehearsals for node in of.nodes}
+        # An update is one kernel, which needs nothing beside its results.
+        updates = {node: Own(0) for node in nodes if node.target is ops.update}
+        return {**own_bytes(node for node in nodes if node not in inside), **updates}
 
     @property
     def _num_nodes(self) -> int:
-        return len(self.rewritten.gm.graph.nodes)
+        return len(self._program.graph.nodes)
 
     @cached_property
     def kept(self) -> Mapping[str, int]:
@@ -220,6 +237,9 @@ class Forecast:
             "lanes_s": {lane: each_s for lane, each_s in self.timeline.lanes.items() if each_s},
         }
 
+
+_IN_PLACE = ("write_back", "reduce_unflattened")
+"""Lowerings that spare copies, of which ``in_parameters`` and reductions' own bytes know."""
 
 _REUSED = (ops.flatten_bucket, ops.take_shard)
 """What makes buffers that a CPU keeps to use them again, beside collectives."""

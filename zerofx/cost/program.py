@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from torch.utils.flop_counter import flop_registry
 
 from zerofx import compat
 from zerofx.calibration import OTHERS, Calibration
-from zerofx.cost.fusion import Fusion
 from zerofx.hardware import PIECE_BYTES, Hardware
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, done_with, mutated_inputs
@@ -89,16 +89,16 @@ def allocations(
     sockets: bool = False,
     table: ParameterTable | None = None,
     own: Mapping[fx.Node, Own] | None = None,
-    fusion: Fusion | None = None,
+    rehearsals: Sequence[Rehearsal] = (),
 ) -> tuple[list[Allocation], dict[fx.Node, set[tuple[fx.Node, int]]]]:
     """Return what ``live_bytes`` counts, one by one, and the (node, part) that a result lies in.
 
     At any position, the bytes of those allocations that are alive there add up to it, and those
-    that ``own`` says nodes allocate for themselves, without those that ``fusion`` says Inductor
-    does not make.  But no guard is made of a symbolic size: this is for who looks at programs, and
-    must not change them.
+    that ``own`` says nodes allocate for themselves.  Nodes of ``rehearsals`` allocate what these
+    say.  But no guard is made of a symbolic size: this is for who looks at programs, and must not
+    change them.
     """
-    kinds = hinted_tensor_bytes, table, frozenset(ignored), own or {}, fusion
+    kinds = hinted_tensor_bytes, table, frozenset(ignored), own or {}, rehearsals
     memory = _Memory(world_size, sockets, *kinds)
     return list(memory.of(list(graph.nodes))), memory.roots
 
@@ -113,6 +113,72 @@ class Own(NamedTuple):
     kept: int = 0
 
 
+class Lifetime(NamedTuple):
+    """Bytes that are there from one moment to another, both included; to the end if that is None.
+
+    Units: bytes; moments in an order of their own.
+    """
+
+    begin: int
+    end: int | None
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The memory of nodes that run as one, in an order of their own: a compiled region's.
+
+    Between its ``num_moments`` moments memory is allocated and freed: what is ``made``.  A result
+    lies in one of those, by its number, or in what an input lies in.  An input is held until the
+    last moment that it has in ``held_until``.  ``nodes`` follow each other in the program.
+    """
+
+    nodes: Sequence[fx.Node]
+    num_moments: int
+    made: Sequence[Lifetime]
+    results: Mapping[fx.Node, int | fx.Node]
+    held_until: Mapping[fx.Node, int]
+
+    @cached_property
+    def moments(self) -> list[int]:
+        """The moment that stands for each node's position: of several the one with most bytes."""
+        alive = [
+            sum(of.nbytes for of in self.made if of.begin <= at <= self._end(of))
+            for at in range(self.num_moments)
+        ]
+        count = len(self.nodes)
+        if self.num_moments <= count:
+            return [position * self.num_moments // count for position in range(count)]
+        cuts = [position * self.num_moments // count for position in range(count + 1)]
+        return [max(range(*cut), key=alive.__getitem__) for cut in itertools.pairwise(cuts)]
+
+    def _end(self, of: Lifetime) -> int:
+        return self.num_moments if of.end is None else of.end
+
+    def allocations(self, first: int) -> Iterator[tuple[int, Allocation]]:
+        """Yield what is made, with its number, where ``nodes`` have positions from ``first`` on.
+
+        Results begin there; where they end others say.  Left out is what is there between two of
+        the moments that count.
+        """
+        for number, of in enumerate(self.made):
+            there = [at for at, moment in enumerate(self.moments) if of.begin <= moment]
+            begin = there[0] if there else len(self.nodes)
+            ends = [at for at in there if self.moments[at] <= self._end(of)]
+            if of.end is None:
+                node = next(node for node, at in self.results.items() if at == number)
+                yield number, Allocation(node, 0, first + begin, first + begin, of.nbytes)
+            elif ends:
+                node = self.nodes[begin]
+                at = first + begin, first + ends[-1]
+                yield number, Allocation(node, 0, *at, of.nbytes, own=True)
+
+    def done_with(self, source: fx.Node, first: int) -> int:
+        """Return the last position at which an input is held: one before, if at no moment."""
+        until = self.held_until.get(source, self.num_moments)
+        return first + sum(moment <= until for moment in self.moments) - 1
+
+
 @dataclass
 class _Memory:
     """The allocations of a program's nodes, and those that each result lies in."""
@@ -123,28 +189,61 @@ class _Memory:
     table: ParameterTable | None = None
     ignored: Collection[fx.Node] = ()
     own: Mapping[fx.Node, Own] = field(default_factory=dict)
-    fusion: Fusion | None = None
+    rehearsals: Sequence[Rehearsal] = ()
     roots: dict[fx.Node, set[tuple[fx.Node, int]]] = field(default_factory=dict)
     sizes: dict[tuple[fx.Node, int], int] = field(default_factory=dict)
 
     def of(self, nodes: Sequence[fx.Node]) -> Iterator[Allocation]:
         """Yield the allocations of these nodes, in order; note the places of results."""
         order = {node: position for position, node in enumerate(nodes)}
+        inside = {node: of for of in self.rehearsals for node in of.nodes}
+        first = {id(of): order[of.nodes[0]] for of in self.rehearsals}
         last: dict[tuple[fx.Node, int], int] = {}
+        begins: dict[tuple[fx.Node, int], int] = {}
         for node in nodes:
-            self.roots[node] = self._roots_of(node)
-            death = order[max(map(self._done_with, node.users), default=node)]
+            of = inside.get(node)
+            if of is None:
+                self.roots[node] = self._roots_of(node)
+            elif node is of.nodes[0]:
+                yield from self._rehearsed(of, first[id(of)], begins)
+            if of is not None and node not in of.results:
+                continue
+            deaths = [order[node]]
+            for user in node.users:
+                by = inside.get(user)
+                if by is None:
+                    deaths.append(order[self._done_with(user)])
+                elif by is not of:
+                    deaths.append(by.done_with(node, first[id(by)]))
             for root in self.roots[node]:
-                last[root] = max(last.get(root, 0), death)
-        made = [
-            Allocation(node, part, order[node], last.get((node, part), order[node]), nbytes)
-            for (node, part), nbytes in self.sizes.items()
-        ]
-        yield from made if self.fusion is None else self._overwritten(made, self.fusion)
+                last[root] = max(last.get(root, 0), *deaths)
+        for (node, part), nbytes in self.sizes.items():
+            begin = begins.get((node, part), order[node])
+            yield Allocation(node, part, begin, last.get((node, part), order[node]), nbytes)
         for node in nodes:
-            if nbytes := self._own_bytes(node):
+            if node not in inside and (nbytes := self._own_bytes(node)):
                 end = done_with(node) if ops.is_collective(node) else node
                 yield Allocation(node, 0, order[node], order[end], nbytes, own=True)
+
+    def _rehearsed(
+        self, of: Rehearsal, first: int, begins: dict[tuple[fx.Node, int], int]
+    ) -> Iterator[Allocation]:
+        """Note the places of results, and where these begin; yield what nodes hold meanwhile."""
+        places: dict[int, tuple[fx.Node, int]] = {}
+        for number, made in of.allocations(first):
+            if made.own:
+                yield made
+            else:
+                places[number] = (made.node, 0)
+                self.sizes[made.node, 0] = made.nbytes
+                begins[made.node, 0] = made.begin
+        for node in of.nodes:
+            at = of.results.get(node)
+            if isinstance(at, int):
+                self.roots[node] = {places[at]}
+            else:
+                sources = aliased_inputs(node) if at is None else [at]
+                self.roots[node] = set().union(*(self.roots[source] for source in sources))
 
     def _done_with(self, reader: fx.Node) -> fx.Node:
         """Return the node with which a reader is done with its operands.
@@ -156,25 +255,6 @@ class _Memory:
         if starts_gather and reader.meta["val"].device.type == "cpu":
             return reader
         return done_with(reader)
-
-    def _overwritten(self, made: Sequence[Allocation], fusion: Fusion) -> Iterable[Allocation]:
-        """End what another result is written over just before that is made."""
-        ending: dict[int, dict[tuple[fx.Node, int], Allocation]] = {}
-        for one in made:
-            ending.setdefault(one.end, {})[one.node, one.part] = one
-        kept = {(one.node, one.part): one for one in made}
-        for one in made:
-            there = ending.get(one.begin, {})
-            for source in one.node.all_input_nodes:
-                for key in self.roots[source] & there.keys():
-                    is_like = there[key].nbytes == one.nbytes and key[0] is not one.node
-                    if is_like and fusion.may_overwrite(one.node, key[0]):
-                        kept[key] = there.pop(key)._replace(end=one.begin - 1)
-                        break
-                else:
-                    continue
-                break
-        return kept.values()
 
     def _own_bytes(self, node: fx.Node) -> int:
         """Bytes that a node allocates for itself."""
@@ -225,8 +305,6 @@ class _Memory:
                 return roots[whole]  # views of one tensor, as split has them
             return {root for root in roots[whole] if root[1] == at}
         sources = aliased_inputs(node) or mutated_inputs(node)
-        if self.fusion is not None and self.fusion.is_computed_where_read(node):
-            return set().union(*(roots[source] for source in node.all_input_nodes))
         if ops.is_collective(node) and ops.num_ranks(node, self.world_size) == 1:
             sources = node.all_input_nodes
         if sources:

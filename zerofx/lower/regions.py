@@ -6,7 +6,7 @@ import itertools
 import logging
 import operator
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,35 @@ def with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
         logger.warning(FLEX)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
+    for run in runs(gm):
+        if isinstance(run, Region):
+            _call_region(run, graph, root, copies)
+            continue
+        for node in run:  # ours, or nothing but views: not worth a call
+            if node.op == "output":
+                graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+    return graph
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes of a program that are compiled together, and the module that runs them.
+
+    It is given ``inputs``, each seen in the shape that ``seen`` has for it if any, and returns
+    ``outputs``.
+    """
+
+    nodes: Sequence[fx.Node]
+    inputs: Sequence[fx.Node]
+    seen: Mapping[fx.Node, tuple[int, ...]]
+    outputs: Sequence[fx.Node]
+    module: CompiledRegion
+
+
+def runs(gm: fx.GraphModule) -> Iterator[Region | list[fx.Node]]:
+    """Yield a program's nodes in order: its regions, and between them what runs by itself."""
     alike = _alike_on_ranks(gm.graph)
     numbers = {node: number for node in gm.graph.nodes if (number := region_of(node)) is not None}
     shared = shared_by_layers(gm.graph.nodes, numbers)
@@ -62,14 +91,9 @@ def with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
     for number, run in itertools.groupby(list(gm.graph.nodes), region_of):
         nodes = list(run)
         if number is not None and any(map(_computes, nodes)):
-            _call_region(gm, nodes, graph, root, copies, shared, not alike.isdisjoint(nodes))
-            continue
-        for node in nodes:  # ours, or nothing but views: not worth a call
-            if node.op == "output":
-                graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
-            else:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-    return graph
+            yield _region(gm, nodes, shared, not alike.isdisjoint(nodes))
+        else:
+            yield nodes
 
 
 def _alike_on_ranks(graph: fx.Graph) -> set[fx.Node]:
@@ -111,15 +135,9 @@ def _computes(node: fx.Node) -> bool:
     return node.target is not operator.getitem and not aliased_inputs(node)
 
 
-def _call_region(
-    gm: fx.GraphModule,
-    nodes: list[fx.Node],
-    graph: fx.Graph,
-    root: nn.Module,
-    copies: dict[fx.Node, fx.Node],
-    shared: set[fx.Node],
-    is_alike: bool,
-) -> None:
+def _region(
+    gm: fx.GraphModule, nodes: list[fx.Node], shared: set[fx.Node], is_alike: bool
+) -> Region:
     inside = set(nodes)
     inputs = list(
         dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in inside)
@@ -141,14 +159,12 @@ def _call_region(
     # Not what layers share: the region of the last one would be another than those of the others.
     own = [at for at, source in enumerate(inputs) if source not in shared]
     donated = [at for at in own if _dies_in(number, inputs[at])]
-    given = []
+    shapes = {}
     for position, source in enumerate(inputs):
         views = _taken_only_as(source, inside, outputs)
         seen = next(iter(views), source)
-        given.append(copies[source])
         if views:
-            shape = tuple(seen.meta["val"].shape)
-            given[-1] = graph.call_function(_seen_as, (copies[source], shape))
+            shapes[source] = tuple(seen.meta["val"].shape)
         local[source] = body.call_function(operator.getitem, (values, position))
         local[source].meta = dict(seen.meta)
         local |= dict.fromkeys(views, local[source])
@@ -162,12 +178,26 @@ def _call_region(
             local[node].target = aten.reshape.default
         compat.aot.forget_checkpoints(local[node])
     body.output(tuple(local[node] for node in outputs))
+    module = CompiledRegion(fx.GraphModule(gm, body), donated)
+    return Region(nodes, inputs, shapes, outputs, module)
+
+
+def _call_region(
+    region: Region, graph: fx.Graph, root: nn.Module, copies: dict[fx.Node, fx.Node]
+) -> None:
+    """Call a region's module from a graph that has its inputs' ``copies``; add those of outputs."""
+    given = [
+        graph.call_function(_seen_as, (copies[source], region.seen[source]))
+        if source in region.seen
+        else copies[source]
+        for source in region.inputs
+    ]
     name = f"region_{sum(1 for _ in root.children())}"
-    root.add_module(name, CompiledRegion(fx.GraphModule(gm, body), donated))
+    root.add_module(name, region.module)
     # A call of its own: the program's names for the inputs are gone when the region begins.
     box = graph.call_function(_listed, tuple(given))
     call = graph.call_module(name, (box,))
-    for position, node in enumerate(outputs):
+    for position, node in enumerate(region.outputs):
         copies[node] = graph.call_function(operator.getitem, (call, position))
 
 
@@ -270,8 +300,8 @@ class CompiledRegion(nn.Module):
         if compat.inductor.ALIKE in values.meta:
             self.text += f"\n{compat.inductor.ALIKE}"
         # 0.4 ms a region (November 2026).  Not in the text: that is the same on all ranks.
-        key = key_of(self.text, repr(compat.inductor.settings()))
-        self.compiled = self._known.setdefault(key, [])
+        self.key = key_of(self.text, repr(compat.inductor.settings()))
+        self.compiled = self._known.setdefault(self.key, [])
         self.found: _Compiled | None = None  # of those, for the last inputs
         self.waits = False  # runs operator by operator until it is taken over
 
@@ -301,7 +331,7 @@ class CompiledRegion(nn.Module):
 
     def forward(self, values: list[Any]) -> tuple[Any, ...]:
         if self.waits or self.is_one_operator:
-            return self._run_operators(values)
+            return self.run_operators(values)
         found = self.found
         if found is None or (self.of_any_size and not found.holds_for(values)):
             found = self._find(values)
@@ -336,21 +366,26 @@ class CompiledRegion(nn.Module):
             next(iter(str(error).strip().splitlines()), ""),
         )
         trace = "".join(traceback.format_exception(error))
-        return _Compiled(self._run_operators, lambda values: True, error=f"{trace}\n{self.gm.code}")
+        return _Compiled(self.run_operators, lambda values: True, error=f"{trace}\n{self.gm.code}")
 
-    def _run_operators(self, values: list[Any]) -> tuple[Any, ...]:
-        inputs = [list(values)]
-        values.clear()
-        return self.gm.forward(inputs.pop())  # which lets go of each input behind its last reader
+    def run_operators(self, values: list[Any]) -> tuple[Any, ...]:
+        return run_operators(self.gm, values)
 
     def _run_first(self, found: _Compiled, values: list[Any]) -> tuple[Any, ...]:
         """Run, and note which results to copy from now on."""
         # Held, so that no result takes the place of one that is freed meanwhile.
         held = [None if at in self.donated else v for at, v in enumerate(values)]
         results = found.run(values)
-        places = list(map(_place, held))
-        found.copied = _shared_unasked(self.gm.graph, places, results)
+        places = [list(map(_place, of)) for of in (held, results)]
+        found.copied = shared_unasked(self.gm.graph, *places)
         return tuple(r.clone() if at in found.copied else r for at, r in enumerate(results))
+
+
+def run_operators(gm: fx.GraphModule, values: list[Any]) -> tuple[Any, ...]:
+    """Run a region's graph operator by operator, on inputs in a list, which it empties."""
+    inputs = [list(values)]
+    values.clear()
+    return gm.forward(inputs.pop())  # which lets go of each input behind its last reader
 
 
 def _is_one_operator(graph: fx.Graph, donated: Sequence[int]) -> bool:
@@ -454,17 +489,21 @@ def _place(value: Any) -> int | None:
     return value.untyped_storage().data_ptr()
 
 
-def _shared_unasked(
-    graph: fx.Graph, places: Sequence[int | None], results: Sequence[Any]
+def shared_unasked(
+    graph: fx.Graph, given: Sequence[Hashable], returned: Sequence[Hashable]
 ) -> list[int]:
-    """Results in the memory of an input or another result that they are no views of."""
-    owners: dict[int | None, set[fx.Node]] = {}
+    """Return which results are in memory of an input or another result that they are no views of.
+
+    ``given`` and ``returned`` tell the memory of a region's inputs and results, None if there is
+    none.
+    """
+    owners: dict[Hashable, set[fx.Node]] = {}
     for node in graph.nodes:
         if node.target is operator.getitem and node.args[0].op == "placeholder":
-            owners.setdefault(places[node.args[1]], set()).add(node)
+            owners.setdefault(given[node.args[1]], set()).add(node)
     found = []
-    for at, (node, result) in enumerate(zip(graph.output_node().args[0], results, strict=True)):
-        place, there = _place(result), owners.setdefault(_place(result), set())
+    for at, (node, place) in enumerate(zip(graph.output_node().args[0], returned, strict=True)):
+        there = owners.setdefault(place, set())
         # Not what is several tensors, in memory of their own: results, or the region's inputs.
         origins = {n for n in memory_of(node) if isinstance(n.meta.get("val"), torch.Tensor)}
         if place is not None and there and there.isdisjoint(origins):

@@ -7,6 +7,7 @@ operator's cost; what steps took of what their nodes add up to says how far that
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -56,8 +57,11 @@ TRAININGS = (
 COMPILED = Training(128, 4, 64, 3, lowering="inductor")
 """The one that says how much less steps take whose operators Inductor fuses."""
 
-ROUNDS = 8
-"""Each training has so many turns; a turn is a few steps of either kind."""
+SECONDS = 10.0
+"""So long trainings are compiled and take turns; a turn is a few steps of either kind."""
+
+LEAST_ROUNDS = 3
+"""Each training has so many turns at least, however long they take."""
 
 SHORTEST_TURN_S = 0.1
 
@@ -263,11 +267,17 @@ def calibrate(
 ) -> Hardware:
     """Return figures of this machine's ranks, with a calibration; collective.
 
-    All ranks return the same, those of all of them.
+    All ranks return the same, those of all of them, after some ``SECONDS``.
     """
+    began_s = time.perf_counter()
     calibrator = Calibrator(communicator, device, with_inductor=with_inductor)
-    for _ in range(ROUNDS):
+    for rounds in itertools.count(1):
+        turn_began_s = time.perf_counter()
         calibrator.turn()
+        now_s = time.perf_counter()
+        next_ends_s = now_s - began_s + now_s - turn_began_s
+        if max(_of_all_ranks([next_ends_s])[0]) > SECONDS and rounds >= LEAST_ROUNDS:
+            break
     return calibrator.calibrated()
 
 

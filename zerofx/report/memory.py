@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from zerofx.cost.fusion import Fusion
-from zerofx.cost.program import Allocation, Own, allocations, bytes_by_owner
+from zerofx.cost.program import Allocation, Own, Rehearsal, allocations, bytes_by_owner
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, memory_of
 from zerofx.ir.graph import is_backward, is_owned, updated_by
@@ -70,15 +69,15 @@ def pieces_of(
     state_bytes: Mapping[tuple[int, int], float] | None = None,
     largest: bool = False,
     own: Mapping[fx.Node, Own] | None = None,
-    fusion: Fusion | None = None,
+    rehearsals: Sequence[Rehearsal] = (),
 ) -> list[Piece]:
     """List everything that a program has in memory on one rank.
 
     ``state_bytes`` is what the optimizers keep per element, by (optimizer, parameter); states that
     are not in it are left out.  ``sockets`` counts the buffers that reductions on a CPU receive
     into.  ``ignored`` nodes allocate no result.  ``largest`` counts updates as on the rank whose
-    shard is largest, ``own`` what operators allocate for themselves; ``fusion`` leaves out what
-    Inductor does not make.  No guard is added on a symbolic size.
+    shard is largest, ``own`` what operators allocate for themselves; nodes of ``rehearsals``
+    allocate what these say.  No guard is added on a symbolic size.
     """
     nodes = list(graph.nodes)
     found = allocations(
@@ -88,7 +87,7 @@ def pieces_of(
         sockets=sockets,
         table=table if largest else None,
         own=own,
-        fusion=fusion,
+        rehearsals=rehearsals,
     )
     allocated = _allocated(nodes, *found)
     states = _states(nodes, table, state_bytes or {}, largest)

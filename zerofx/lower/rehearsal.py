@@ -1,0 +1,228 @@
+"""The memory that compiled regions take, of a program that nobody runs.
+
+Inductor orders a region's work itself, computes values where they are read, and writes results over
+what nobody reads later.  Its own code says where: it runs here without kernels and without memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from zerofx import compat
+from zerofx.compat.rehearsal import Storage
+from zerofx.cost.own import Call, own_of_calls
+from zerofx.cost.program import Lifetime, Rehearsal
+from zerofx.ir.aliases import aliased_inputs
+from zerofx.ir.interface import region_of, set_region
+from zerofx.ir.sizes import hinted_bytes
+from zerofx.lower.regions import CompiledRegion, Region, run_operators, runs, shared_unasked
+
+logger = logging.getLogger("zerofx")
+
+_KNOWN: dict[Hashable, _Trace] = {}
+"""What has been found, by a region's key."""
+
+
+NEXT_TO_NOTHING = 1e-4
+"""Of the bytes of a program's inputs."""
+
+
+def rehearsals_of(gm: fx.GraphModule) -> Iterator[Rehearsal]:
+    """Yield what each region of a program allocates and frees; large ones are cut in it.
+
+    Left out are those whose sizes were not known when they were captured, and those all of whose
+    values together are next to nothing, as norms: some have hundreds, and Inductor takes a minute.
+    """
+    _cut(gm.graph)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    next_to_nothing = NEXT_TO_NOTHING * sum(map(hinted_bytes, inputs))
+    for run in runs(gm):
+        if isinstance(run, Region) and run.module.sample is not None:
+            made = [node for node in run.nodes if not aliased_inputs(node)]
+            if sum(map(hinted_bytes, made)) <= next_to_nothing:
+                continue
+            if run.module.key not in _KNOWN:
+                _KNOWN[run.module.key] = _traced(run.module)
+            yield _KNOWN[run.module.key].of(run)
+
+
+MOST_OPERATORS = 600
+"""A larger region is cut: Inductor's time grows faster than its size, and layers become alike."""
+
+
+def _cut(graph: fx.Graph) -> None:
+    """Cut large regions where least of what has just been computed is read later.
+
+    That is between two layers, and as many of them lie between two cuts.
+    """
+    number = 0
+    for region, run in itertools.groupby(list(graph.nodes), region_of):
+        nodes = list(run)
+        number += 1
+        if region is None:
+            continue
+        ends = _ends_of_parts(nodes) if len(nodes) > MOST_OPERATORS else set()
+        for at, node in enumerate(nodes):
+            set_region(node, number)
+            number += at in ends
+
+
+def _ends_of_parts(nodes: Sequence[fx.Node]) -> set[int]:
+    """Return the positions of the last nodes of parts."""
+    order = {node: at for at, node in enumerate(nodes)}
+    last = [
+        max((order.get(user, at) for user in node.users), default=at) for node, at in order.items()
+    ]
+    recent = MOST_OPERATORS // 4
+    ends, begin = set(), 0
+    while len(nodes) - begin > MOST_OPERATORS:
+        window = range(begin + MOST_OPERATORS // 2, begin + MOST_OPERATORS)
+        crossing = {
+            at: sum(last[made] > at for made in range(at - recent, at + 1)) for at in window
+        }
+        end = min(window, key=crossing.__getitem__)
+        ends.add(end)
+        begin = end + 1
+    return ends
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies: in what is made, or in an input, by their numbers."""
+
+    in_input: bool
+    number: int
+
+
+@dataclass
+class _Trace:
+    """Notes what a region allocates and frees, moment by moment: a call of an operator is one.
+
+    ``held_until`` is the last moment at which an input is held, None for one that is to the end.
+    """
+
+    num_moments: int = 0
+    made: list[Lifetime] = field(default_factory=list)
+    held_until: list[int | None] = field(default_factory=list)
+    results: list[_Place | None] = field(default_factory=list)
+
+    def of(self, region: Region) -> Rehearsal:
+        """Return this of one of the regions that are alike."""
+        results: dict[fx.Node, int | fx.Node] = {}
+        for node, place in zip(region.outputs, self.results, strict=True):
+            if place is not None:
+                number = place.number
+                results[node] = region.inputs[number] if place.in_input else number
+        until = zip(region.inputs, self.held_until, strict=True)
+        held = {node: moment for node, moment in until if moment is not None}
+        return Rehearsal(region.nodes, self.num_moments, self.made, results, held)
+
+
+def _traced(region: CompiledRegion) -> _Trace:
+    """Run a region without memory: what Inductor makes of it, or else operator by operator."""
+    assert region.sample is not None
+    gm, sample = compat.rehearsal.on_this_machine(region.gm, region.sample)
+    run: Callable = functools.partial(run_operators, gm)
+    if not region.is_one_operator:
+        try:
+            with compat.rehearsal.without_kernels():
+                run = compat.inductor.compile_with_inductor(gm, [list(sample)], region.donated)
+        except Exception as error:  # it will run so, too, which is said then
+            logger.debug("Inductor cannot compile a region that is planned: %s", error)
+    watched = _Watched()
+    results = compat.rehearsal.watch(run, sample, watched.begin, watched.ran)
+    return watched.end(region, results)
+
+
+@dataclass
+class _Watched:
+    """Sees a region run.
+
+    ``calls`` are of operators that may take memory for themselves, each with its moment.
+    """
+
+    trace: _Trace = field(default_factory=_Trace)
+    inputs: list[Storage | None] = field(default_factory=list)
+    storages: list[Storage | None] = field(default_factory=list)
+    calls: list[tuple[int, Call]] = field(default_factory=list)
+
+    def begin(self, values: Sequence[Any]) -> None:
+        self.inputs = list(map(_storage_of, values))
+        self.trace.held_until = [None] * len(values)
+
+    def ran(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Note an operator that has run; it is a moment if it may have allocated something."""
+        made = map(_storage_of, result if isinstance(result, tuple | list) else (result,))
+        new = dict.fromkeys(of for of in made if of is not None and self._place(of) is None)
+        if not new and not target._schema.is_mutable:
+            return
+        self._free()
+        call = Call.of(target, args, kwargs, result)
+        if call is not None:
+            self.calls.append((self.trace.num_moments, call))
+        for storage in new:
+            self._make(storage, storage.nbytes)
+        self.trace.num_moments += 1
+
+    def end(self, region: CompiledRegion, results: Sequence[Any]) -> _Trace:
+        """Return what has been noted.  Some results are copied, as when the region runs."""
+        self._free()
+        trace = self.trace
+        given = [None if at in region.donated else of for at, of in enumerate(self.inputs)]
+        returned = list(map(_storage_of, results))
+        copied = shared_unasked(region.gm.graph, given, returned)
+        for at, storage in enumerate(returned):
+            if storage is not None and at in copied:
+                trace.results.append(_Place(False, len(trace.made)))
+                self._make(None, storage.nbytes)
+            else:
+                trace.results.append(self._place(storage))
+        if copied or not trace.num_moments:
+            trace.num_moments += 1
+        kept = {place.number for place in trace.results if place and not place.in_input}
+        for number, of in enumerate(trace.made):
+            if of.end is None and number not in kept:
+                trace.made[number] = of._replace(end=trace.num_moments - 1)
+        owns = own_of_calls([call for _, call in self.calls])
+        for (moment, _), own in zip(self.calls, owns, strict=True):
+            first = next((at for at, of in enumerate(trace.made) if of.begin == moment), None)
+            if own.kept and first is not None:
+                of = trace.made[first]
+                trace.made[first] = of._replace(nbytes=of.nbytes + own.kept)
+            if own.during:
+                trace.made.append(Lifetime(moment, moment, own.during))
+        return trace
+
+    def _make(self, storage: Storage | None, nbytes: int) -> None:
+        self.storages.append(storage)
+        self.trace.made.append(Lifetime(self.trace.num_moments, None, nbytes))
+
+    def _place(self, storage: Storage | None) -> _Place | None:
+        for in_input, known in ((True, self.inputs), (False, self.storages)):
+            if storage is not None and storage in known:
+                return _Place(in_input, known.index(storage))
+        return None
+
+    def _free(self) -> None:
+        """Note what nobody holds any more: it was there until the last moment."""
+        last = self.trace.num_moments - 1
+        until, made = self.trace.held_until, self.trace.made
+        for at, storage in enumerate(self.inputs):
+            if storage is not None and until[at] is None and storage.is_gone:
+                until[at] = last
+        for at, storage in enumerate(self.storages):
+            if storage is not None and made[at].end is None and storage.is_gone:
+                made[at] = made[at]._replace(end=last)
+
+
+def _storage_of(value: Any) -> Storage | None:
+    """Return a tensor's storage; None for what has no bytes."""
+    storage = Storage(value) if isinstance(value, torch.Tensor) else None
+    return storage if storage is not None and storage.nbytes else None
