@@ -181,19 +181,22 @@ def within(name: str, limits: list[int]) -> list[tuple[int, int]]:
     return [held_within(name, limit) for limit in limits]
 
 
-@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "count",
+    (pytest.param(4, marks=pytest.mark.nightly), pytest.param(34, marks=pytest.mark.exhaustive)),
+)
 @pytest.mark.parametrize("world_size", (1, 2))
 @pytest.mark.parametrize("name", ("MLP", "GPT", "narrow convolution"))
-def test_a_limit_is_kept_and_refused_only_below_what_is_needed(ranks, name, world_size):  # noqa: F811
+def test_a_limit_is_kept_and_refused_only_below_what_is_needed(ranks, name, world_size, count):  # noqa: F811
     """Without offload, for host memory is the same allocator's here."""
 
     def run(*limits: int) -> list[list[tuple[int, int]]]:
-        return ranks(world_size).run(within, name, list(limits), timeout_s=600)
+        return ranks(world_size).run(within, name, list(limits), timeout_s=900)
 
     least = max(needed for ((_, needed),) in run(1000))
     most = max(held for ((held, _),) in run(10**9))
     draw = random.Random(name)
-    limits = [least, *(int(draw.uniform(0.9 * least, 1.1 * most)) for _ in range(4))]
+    limits = [least, *(int(draw.uniform(0.9 * least, 1.1 * most)) for _ in range(count))]
     every = run(*limits)
     for limit, *of in zip(limits, *every, strict=True):
         for held, needed in of:

@@ -8,6 +8,7 @@ import operator
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,17 +70,28 @@ def with_compiled_regions(gm: fx.GraphModule, root: nn.Module) -> fx.Graph:
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes of a program that are compiled together, and the module that runs them.
+    """Nodes of a program that are compiled together, and a graph that computes the same alone.
 
     It is given ``inputs``, each seen in the shape that ``seen`` has for it if any, and returns
-    ``outputs``.
+    ``outputs``.  Nobody reads inputs later that are ``donated``, by their positions.
     """
 
     nodes: Sequence[fx.Node]
     inputs: Sequence[fx.Node]
     seen: Mapping[fx.Node, tuple[int, ...]]
     outputs: Sequence[fx.Node]
-    module: CompiledRegion
+    body: fx.Graph
+    donated: Sequence[int]
+    gm: fx.GraphModule
+
+    @cached_property
+    def text(self) -> str:
+        """What the region computes: equal for equal regions."""
+        return text_of(self.body, self.donated)
+
+    @cached_property
+    def module(self) -> CompiledRegion:
+        return CompiledRegion(fx.GraphModule(self.gm, self.body), self.donated)
 
 
 def runs(gm: fx.GraphModule) -> Iterator[Region | list[fx.Node]]:
@@ -178,8 +190,7 @@ def _region(
             local[node].target = aten.reshape.default
         compat.aot.forget_checkpoints(local[node])
     body.output(tuple(local[node] for node in outputs))
-    module = CompiledRegion(fx.GraphModule(gm, body), donated)
-    return Region(nodes, inputs, shapes, outputs, module)
+    return Region(nodes, inputs, shapes, outputs, body, donated, gm)
 
 
 def _call_region(
@@ -296,12 +307,10 @@ class CompiledRegion(nn.Module):
         self.is_one_operator = not self.of_any_size and _is_one_operator(gm.graph, donated)
         if self.is_one_operator:
             gm.recompile()
-        self.text = f"{_computation(gm.graph)}\n{donated}"
-        if compat.inductor.ALIKE in values.meta:
-            self.text += f"\n{compat.inductor.ALIKE}"
+        self.text = text_of(gm.graph, donated)
         # 0.4 ms a region (November 2026).  Not in the text: that is the same on all ranks.
-        self.key = key_of(self.text, repr(compat.inductor.settings()))
-        self.compiled = self._known.setdefault(self.key, [])
+        key = key_of(self.text, repr(compat.inductor.settings()))
+        self.compiled = self._known.setdefault(key, [])
         self.found: _Compiled | None = None  # of those, for the last inputs
         self.waits = False  # runs operator by operator until it is taken over
 
@@ -513,14 +522,18 @@ def shared_unasked(
     return found
 
 
-def _computation(graph: fx.Graph) -> str:
+def text_of(graph: fx.Graph, donated: Sequence[int]) -> str:
     """Everything that compiling a region depends on, without names: equal for equal regions."""
     number = {node: f"%{position}" for position, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
         call = node.op if node.op == "placeholder" else call_text(node, number.__getitem__)
         lines.append(f"{call} {layout_text(node.meta.get('val'))}")
-    return "\n".join(lines)
+    lines.append(str(donated))
+    values = next(iter(graph.nodes))
+    return "\n".join(
+        [*lines, compat.inductor.ALIKE] if compat.inductor.ALIKE in values.meta else lines
+    )
 
 
 def _layouts(values: Sequence[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,13 +22,14 @@ from zerofx.cost.own import Call, own_of_calls
 from zerofx.cost.program import Lifetime, Rehearsal
 from zerofx.ir.aliases import aliased_inputs
 from zerofx.ir.interface import region_of, set_region
+from zerofx.ir.key import key_of
 from zerofx.ir.sizes import hinted_bytes
 from zerofx.lower.regions import CompiledRegion, Region, run_operators, runs, shared_unasked
 
 logger = logging.getLogger("zerofx")
 
-_KNOWN: dict[Hashable, _Trace] = {}
-"""What has been found, by a region's key."""
+_KNOWN: dict[str, _Trace] = {}
+"""What has been found, by what a region computes and torch's settings."""
 
 
 NEXT_TO_NOTHING = 1e-4
@@ -44,14 +45,18 @@ def rehearsals_of(gm: fx.GraphModule) -> Iterator[Rehearsal]:
     _cut(gm.graph)
     inputs = gm.graph.find_nodes(op="placeholder")
     next_to_nothing = NEXT_TO_NOTHING * sum(map(hinted_bytes, inputs))
+    settings = repr(compat.inductor.settings())
     for run in runs(gm):
-        if isinstance(run, Region) and run.module.sample is not None:
-            made = [node for node in run.nodes if not aliased_inputs(node)]
-            if sum(map(hinted_bytes, made)) <= next_to_nothing:
-                continue
-            if run.module.key not in _KNOWN:
-                _KNOWN[run.module.key] = _traced(run.module)
-            yield _KNOWN[run.module.key].of(run)
+        if not isinstance(run, Region):
+            continue
+        made = [node for node in run.nodes if not aliased_inputs(node)]
+        if sum(map(hinted_bytes, made)) <= next_to_nothing:
+            continue
+        key = key_of(run.text, settings)
+        if key not in _KNOWN and run.module.sample is not None:
+            _KNOWN[key] = _traced(run.module)
+        if key in _KNOWN:
+            yield _KNOWN[key].of(run)
 
 
 MOST_OPERATORS = 600
