@@ -3,8 +3,8 @@
     python benchmarks/foresight.py --ranks 2
     python benchmarks/foresight.py --ranks 4 --keep calibration.json
 
-The ranks calibrate, as ``python -m zerofx calibrate`` does, and train every configuration (models
-x batches x stages), all in turns of a few steps: what disturbs one disturbs its neighbours.  Of
+The ranks calibrate, as ``python -m zerofx calibrate`` does, and then train every configuration
+(models x batches x stages) in turns of a few steps: what disturbs one disturbs its neighbours.  Of
 each the faster half of its steps counts; its time is their average, of the average rank.  This
 process then plans the configurations by the file that was measured, and without ranks.
 
@@ -34,7 +34,7 @@ from ranks import on_ranks
 from tabulate import tabulate
 
 import zerofx
-from zerofx.planning.calibrate import Calibrator, as_json
+from zerofx.planning.calibrate import as_json, calibrate
 from zerofx.runtime.comm.communication import Communicator
 
 MODELS = (
@@ -74,11 +74,11 @@ def measured(rank: int, num_ranks: int, lowering: str, rounds: int) -> tuple[dic
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})  # or they meet on one, and part again
     compiles = lowering == "inductor"
-    calibrator = Calibrator(Communicator.of(None), torch.device("cpu"), with_inductor=compiles)
+    figures = calibrate(Communicator.of(None), torch.device("cpu"), with_inductor=compiles)
     steps = []
     for sizes, rows, length, stage in configurations():
         step, given = training_of(sizes, rows, length, rank)
-        options = {"stage": stage, "lowering": lowering, "hardware": calibrator.figures}
+        options = {"stage": stage, "lowering": lowering, "hardware": figures}
         compiled = torch.compile(step, backend="zero", options=options, dynamic=False)
         for _ in range(3):
             compiled(*given)
@@ -87,7 +87,6 @@ def measured(rank: int, num_ranks: int, lowering: str, rounds: int) -> tuple[dic
             print(f"compiled {len(steps)}", file=sys.stderr, flush=True)
     taken: list[list[float]] = [[] for _ in steps]
     for _ in range(rounds):
-        calibrator.turn()
         for (compiled, given), seconds in zip(steps, taken, strict=True):
             once_s = seconds[-1] if seconds else SHORTEST_TURN_S
             times = torch.tensor(max(2, round(SHORTEST_TURN_S / once_s)))
@@ -97,7 +96,7 @@ def measured(rank: int, num_ranks: int, lowering: str, rounds: int) -> tuple[dic
     for seconds in taken:
         half = sorted(seconds)[: -(-len(seconds) // 2)]
         found.append(statistics.fmean(half))
-    return as_json(calibrator.calibrated()), found
+    return as_json(figures), found
 
 
 def turn(step: Callable, times: int) -> list[float]:

@@ -108,16 +108,19 @@ def test_every_part_of_a_split_keeps_what_was_split():
     assert (alive[whole], alive[other], alive[last]) == (KIB, 2 * KIB, 2.5 * KIB)
 
 
-def test_ranks_of_one_machine_add_up_piece_by_piece():
-    """At the wait, beside what is reduced and the result."""
-    program = rewritten(mlp_step(num_layers=2), stage=2)
-    pieces = live_bytes(program.graph, 2)
+@pytest.mark.parametrize(
+    ("ranks", "bucket", "copies"), ((3, False, 1), (2, True, 1), (2, False, 0))
+)
+def test_ranks_of_one_machine_add_up_piece_by_piece(ranks, bucket, copies):
+    """At the wait, beside what is reduced and the result; but two ranks one tensor as it is."""
+    program = rewritten(mlp_step(num_layers=2), stage=2, world_size=ranks, bucket=bucket)
+    pieces = live_bytes(program.graph, ranks)
     with mock.patch("zerofx.cost.program.PIECE_BYTES", 0):
-        none = live_bytes(program.graph, 2)
+        none = live_bytes(program.graph, ranks)
     waits = [*map(ops.wait_of, nodes_of(program, ops.reduce_scatter_start))]
     for node, with_piece, without in zip(program.graph.nodes, pieces, none, strict=True):
         result = node.args[0].meta["val"].nbytes if node in waits else 0
-        assert with_piece - without == result < PIECE_BYTES
+        assert with_piece - without == copies * result < PIECE_BYTES
 
 
 def test_what_is_never_read_is_gone_at_once():

@@ -155,6 +155,12 @@ def test_a_later_step_allocates_what_the_plan_says(ranks, lowering, name, stage,
     assert abs(predicted(name, stage, world_size, lowering) - most) <= SCALARS
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_kept_is_the_same_however_the_step_is_compiled(stage):
+    eager, compiled = (forecast("MLP", stage, 2, lowering) for lowering in ("eager", "inductor"))
+    assert eager.kept == compiled.kept and eager.on_host == compiled.on_host
+
+
 def held_within(name: str, limit: int) -> tuple[int, int]:
     """Return the most that a process holds in a step, and 0; or 0, and what it says it needs."""
     ranks = torch.distributed.get_world_size()
@@ -191,7 +197,7 @@ def test_a_limit_is_kept_and_refused_only_below_what_is_needed(ranks, name, worl
     """Without offload, for host memory is the same allocator's here."""
 
     def run(*limits: int) -> list[list[tuple[int, int]]]:
-        return ranks(world_size).run(within, name, list(limits), timeout_s=900)
+        return ranks(world_size).run(within, name, list(limits), timeout_s=60 * len(limits))
 
     least = max(needed for ((_, needed),) in run(1000))
     most = max(held for ((held, _),) in run(10**9))

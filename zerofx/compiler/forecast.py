@@ -14,7 +14,7 @@ from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import bytes_kept, context_of
 from zerofx.compiler.rewrite import Rewritten, in_parameters, rewritten
-from zerofx.cost.outside import Row, Span, outside_bytes
+from zerofx.cost.outside import COMPILING, Row, Span, outside_bytes
 from zerofx.cost.own import own_bytes
 from zerofx.cost.program import Own, Rehearsal, live_bytes
 from zerofx.cost.timeline import (
@@ -89,7 +89,7 @@ class Forecast:
             return self.rewritten.gm
         gm = copied_module(self.rewritten.gm, self._copies)
         for step in lowerings(PIPELINE):
-            if step.name not in _IN_PLACE and not why_skipped(step, self.rewritten.ctx):
+            if step.name in _OF_REGIONS and not why_skipped(step, self.rewritten.ctx):
                 step.run(gm, self.rewritten.ctx)
         return gm
 
@@ -157,6 +157,7 @@ class Forecast:
         ctx, is_one = self.rewritten.ctx, self.mesh.world_size == 1
         pieces = [piece for piece in self._pieces if piece.place == "device"]
         infos = tuple(ctx.table)
+        compiled, each = COMPILING[ctx.options.lowering]
         return outside_bytes(
             [Span(of.begin, of.end, of.nbytes) for of in pieces],
             infos[0].device.type if infos else "cpu",
@@ -171,6 +172,7 @@ class Forecast:
             largest_deferred=max((info.nbytes for info in infos), default=0),
             whole=sum(info.nbytes for info in infos) if self.at_first == "whole" else 0,
             file_cache=max((ctx.options.offload_cache_bytes or 0) - self.on_host, 0),
+            compiling=compiled + each * len(self.rewritten.gm.graph.nodes),
         )
 
     @property
@@ -238,8 +240,9 @@ class Forecast:
         }
 
 
-_IN_PLACE = ("write_back", "reduce_unflattened")
-"""Lowerings that spare copies, of which ``in_parameters`` and reductions' own bytes know."""
+_OF_REGIONS = ("fold_gradient_norms", "fold_gradient_work", "form_regions")
+"""Lowerings that say what is compiled together.  Others spare copies, of which ``in_parameters``
+and reductions' own bytes know, or calls."""
 
 _REUSED = (ops.flatten_bucket, ops.take_shard)
 """What makes buffers that a CPU keeps to use them again, beside collectives."""

@@ -83,6 +83,10 @@ FIGURES = {
 }
 """What is known of each kind of device; an accelerator that is not here counts as ``cuda``."""
 
+COMPILING = {"eager": (30 * MIB, 18 * KIB), "inductor": (90 * MIB, 9 * KIB)}
+"""Host memory that Python, Dynamo and the passes leave in use once a step has run, and Inductor,
+by lowering: so much, and so much for each node of the program.  Measured (docs/measured.md)."""
+
 PINNED_OF_SAVES = 64 * MIB
 """Pinned host memory that an asynchronous save copies through (docs/checkpoints.md)."""
 
@@ -101,15 +105,17 @@ def outside_bytes(
     largest_deferred: int = 0,
     whole: int = 0,
     file_cache: int = 0,
+    compiling: int = 0,
 ) -> dict[str, Row]:
     """Return what one rank's process takes beside its program's bytes, by what it is for.
 
     ``spans`` are the program's bytes on the device, ``device`` its type; ``buffers`` those of them
     that a CPU keeps to use them again.  ``kept`` is what is saved between steps, ``deferred`` the
     part of it that is made by this process at first, ``whole`` the bytes of parameters that the
-    script makes whole.  ``file_cache`` is what of ``offload_cache_bytes`` no program counts.  Rows
-    add up: initialisation counts as what it holds above the step's peak, checkpoints as an
-    asynchronous save, which holds most.  Units: bytes.
+    script makes whole.  ``file_cache`` is what of ``offload_cache_bytes`` no program counts,
+    ``compiling`` what compiling leaves in host memory.  Rows add up: initialisation counts as what
+    it holds above the step's peak, checkpoints as an asynchronous save, which holds most.  Units:
+    bytes.
     """
     figures = FIGURES.get(device, FIGURES["cuda"])
     is_cpu = device == "cpu"
@@ -129,6 +135,7 @@ def outside_bytes(
         "initialisation": Row(max(at_first - peak, 0), "computed"),
         AT_FIRST: Row(max(whole - peak, 0), "computed", "at first"),
         REUSED: Row(reused, "computed", "spare"),
+        "compiling": Row(compiling, "measured", "host"),
         "file cache": Row(file_cache, "computed", "host"),
         "checkpoint": Row(saved if kept else 0, "computed", "host"),
     }

@@ -277,8 +277,17 @@ class _Memory:
             operands = node.args[0] if isinstance(node.args[0], list) else [node.args[0]]
             return sum(self.bytes_of(operand.meta["val"]) for operand in operands)
         if not self.sockets and ops.waits_on(node) and self._reduces_on_cpu(node.args[0]):
-            return min(self.bytes_of(node.args[0].meta["val"]), PIECE_BYTES)
+            is_read_alone = self._is_one_of_two(node.args[0])
+            return 0 if is_read_alone else min(self.bytes_of(node.args[0].meta["val"]), PIECE_BYTES)
         return 0
+
+    def _is_one_of_two(self, start: fx.Node) -> bool:
+        """Return whether two ranks reduce one tensor: each adds the other's to its own."""
+        operand = start.args[0]
+        if isinstance(operand, fx.Node) and operand.target is ops.flatten_bucket:
+            (pieces, _, numel, *_) = operand.args
+            operand = pieces[0] if len(pieces) == 1 and _numel(pieces[0]) == numel else None
+        return isinstance(operand, fx.Node) and ops.num_ranks(start, self.world_size) == 2
 
     def _reduces_on_cpu(self, node: fx.Node) -> bool:
         """Return whether a node starts a reduction of several ranks' tensors on a CPU."""
@@ -316,6 +325,10 @@ class _Memory:
         if made and node in self.own:
             self.sizes[made[0]] += self.own[node].kept
         return set(made)
+
+
+def _numel(node: fx.Node) -> Any:
+    return node.meta["val"].numel()
 
 
 # torch counts these from 2.15 on.

@@ -65,7 +65,7 @@ LEAST_ROUNDS = 3
 
 SHORTEST_TURN_S = 0.1
 
-LEAST_SPREAD = 1.1
+LEAST_SPREAD = 1.07
 """No interval is narrower: four trainings do not say more."""
 
 
