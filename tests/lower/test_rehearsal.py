@@ -159,7 +159,7 @@ def test_what_is_next_to_nothing_is_not_compiled(monkeypatch):
     assert not list(rehearsal.rehearsals_of(gm)) and not rehearsal._KNOWN
 
 
-def test_a_program_for_a_device_that_is_not_here_is_compiled_for_the_cpu():
+def test_a_program_for_an_accelerator_is_compiled_for_the_cpu():
     def far(x):
         return (torch.arange(8, device=x.device) + x.sin().cos(),)
 
@@ -177,3 +177,26 @@ def test_what_inductor_cannot_compile_counts_operator_by_operator(monkeypatch):
     compiled = rehearsal._traced(region)
     monkeypatch.setattr(rehearsal.compat.inductor, "compile_with_inductor", refuse)
     assert most_of(rehearsal._traced(region)) > most_of(compiled)
+
+
+@torch.library.custom_op("tests::speechless", mutates_args=())
+def speechless(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+def test_a_region_that_does_not_run_without_memory_is_left_out(monkeypatch):
+    """Its operator has no implementation for tensors without memory."""
+    monkeypatch.setattr(rehearsal, "_KNOWN", {})
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    set_input_role(x, InputRole("other"))
+    node = graph.call_function(torch.ops.tests.speechless.default, (x,))
+    sine = graph.call_function(aten.sin.default, (node,))
+    graph.output((sine,))
+    with FakeTensorMode():
+        for each in (x, node, sine):
+            each.meta["val"] = torch.empty(8)
+    gm = fx.GraphModule({}, graph)
+    form_regions(gm, None)
+    assert list(rehearsal.rehearsals_of(gm)) == []
+    assert list(rehearsal._KNOWN.values()) == [None]

@@ -39,29 +39,24 @@ def watch(
             return run(values)
 
 
-def on_this_machine(
+def on_cpu(
     gm: torch.fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[torch.fx.GraphModule, Sequence[Any]]:
-    """Return a graph and its inputs, on the CPU if they are for a device that is not here."""
-    kinds = {like.device.type for like in map(Like.of, inputs) if like.device is not None}
-    if kinds <= _here():
+    """Return a graph and its inputs as they are on a CPU."""
+    likes = list(map(Like.of, inputs))
+    if all(like.device is None or like.device.type == "cpu" for like in likes):
         return gm, inputs
 
-    def here(value: Any) -> Any:
+    def there(value: Any) -> Any:
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, copies))
     for node in graph.nodes:
-        node.args, node.kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), here)
-    likes = [replace(like, device=here(like.device)) for like in map(Like.of, inputs)]
-    return torch.fx.GraphModule(gm, graph), [like.made() for like in likes]
-
-
-def _here() -> set[str]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return {"cpu", *([accelerator.type] if accelerator else [])}
+        node.args, node.kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), there)
+    moved = [replace(like, device=there(like.device)).made() for like in likes]
+    return torch.fx.GraphModule(gm, graph), moved
 
 
 class Storage:

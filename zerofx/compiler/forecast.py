@@ -82,25 +82,26 @@ class Forecast:
             rehearsals=self._rehearsals,
         )
 
-    @cached_property
+    @property
     def _program(self) -> fx.GraphModule:
         """The program whose memory counts: with its regions, if they are compiled."""
+        return self._with_regions[0]
+
+    @cached_property
+    def _with_regions(self) -> tuple[fx.GraphModule, Copies]:
         if self.options.lowering != "inductor":
-            return self.rewritten.gm
-        gm = copied_module(self.rewritten.gm, self._copies)
+            return self.rewritten.gm, {}
+        copies: Copies = {}
+        gm = copied_module(self.rewritten.gm, copies)
         for step in lowerings(PIPELINE):
             if step.name in _OF_REGIONS and not why_skipped(step, self.rewritten.ctx):
                 step.run(gm, self.rewritten.ctx)
-        return gm
-
-    @cached_property
-    def _copies(self) -> Copies:
-        return {}
+        return gm, copies
 
     @cached_property
     def _in_parameters(self) -> set[fx.Node]:
-        found = in_parameters(self.rewritten)
-        return {self._copies.get(node, node) for node in found}
+        _, copies = self._with_regions
+        return {copies.get(node, node) for node in in_parameters(self.rewritten)}
 
     @cached_property
     def _rehearsals(self) -> list[Rehearsal]:

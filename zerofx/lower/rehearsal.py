@@ -28,9 +28,8 @@ from zerofx.lower.regions import CompiledRegion, Region, run_operators, runs, sh
 
 logger = logging.getLogger("zerofx")
 
-_KNOWN: dict[str, _Trace] = {}
+_KNOWN: dict[str, _Trace | None] = {}
 """What has been found, by what a region computes and torch's settings."""
-
 
 NEXT_TO_NOTHING = 1e-4
 """Of the bytes of a program's inputs."""
@@ -39,8 +38,9 @@ NEXT_TO_NOTHING = 1e-4
 def rehearsals_of(gm: fx.GraphModule) -> Iterator[Rehearsal]:
     """Yield what each region of a program allocates and frees; large ones are cut in it.
 
-    Left out are those whose sizes were not known when they were captured, and those all of whose
-    values together are next to nothing, as norms: some have hundreds, and Inductor takes a minute.
+    Left out are those whose sizes were not known when they were captured, which do not run without
+    memory, or all of whose values together are next to nothing, as norms: some regions have
+    hundreds, for which Inductor takes a minute.
     """
     _cut(gm.graph)
     inputs = gm.graph.find_nodes(op="placeholder")
@@ -55,8 +55,9 @@ def rehearsals_of(gm: fx.GraphModule) -> Iterator[Rehearsal]:
         key = key_of(run.text, settings)
         if key not in _KNOWN and run.module.sample is not None:
             _KNOWN[key] = _traced(run.module)
-        if key in _KNOWN:
-            yield _KNOWN[key].of(run)
+        trace = _KNOWN.get(key)
+        if trace is not None:
+            yield trace.of(run)
 
 
 MOST_OPERATORS = 600
@@ -130,20 +131,31 @@ class _Trace:
         return Rehearsal(region.nodes, self.num_moments, self.made, results, held)
 
 
-def _traced(region: CompiledRegion) -> _Trace:
-    """Run a region without memory: what Inductor makes of it, or else operator by operator."""
+def _traced(region: CompiledRegion) -> _Trace | None:
+    """Run a region without memory, on a CPU: what Inductor makes of it, or operator by operator.
+
+    None if it cannot run so: an operator has nothing to say of tensors without memory.
+    """
     assert region.sample is not None
-    gm, sample = compat.rehearsal.on_this_machine(region.gm, region.sample)
-    run: Callable = functools.partial(run_operators, gm)
-    if not region.is_one_operator:
+    gm, sample = compat.rehearsal.on_cpu(region.gm, region.sample)
+
+    def by_operators() -> Callable:
+        return functools.partial(run_operators, gm)
+
+    def compiled() -> Callable:
+        with compat.rehearsal.without_kernels():
+            return compat.inductor.compile_with_inductor(gm, [list(sample)], region.donated)
+
+    for made in [by_operators] if region.is_one_operator else [compiled, by_operators]:
+        watched = _Watched()
         try:
-            with compat.rehearsal.without_kernels():
-                run = compat.inductor.compile_with_inductor(gm, [list(sample)], region.donated)
-        except Exception as error:  # it will run so, too, which is said then
-            logger.debug("Inductor cannot compile a region that is planned: %s", error)
-    watched = _Watched()
-    results = compat.rehearsal.watch(run, sample, watched.begin, watched.ran)
-    return watched.end(region, results)
+            results = compat.rehearsal.watch(made(), sample, watched.begin, watched.ran)
+            return watched.end(region, results)
+        except (
+            Exception
+        ) as error:  # whatever Inductor raises, and operators; it is an estimate then
+            logger.debug("a region that is planned does not run without memory: %s", error)
+    return None
 
 
 @dataclass
