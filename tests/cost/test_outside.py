@@ -74,11 +74,13 @@ def test_rows_of_a_gpu_name_their_sources():
         deferred=40 * MIB,
         largest_deferred=70 * MIB,
         file_cache=5,
+        compiling=7,
     )
     assert rows["allocator"] == (2 * MIB - 1, "simulated", "device")
     assert rows["initialisation"].nbytes == 10 * MIB - 1
     assert rows["checkpoint"] == (114 * MIB, "computed", "host")
     assert rows["file cache"] == (5, "computed", "host")
+    assert rows["compiling"] == (7, "measured", "host")
     assert {rows[name].source for name in ("context", "workspaces", "communication")} == {"assumed"}
     one = outside_bytes([], "cuda", num_communicators=1)["communication"].nbytes
     assert rows["communication"].nbytes == 2 * one

@@ -1,4 +1,4 @@
-"""What Inductor makes of a graph, run without its kernels and without memory."""
+"""Run what Inductor makes of a graph without its kernels and without memory."""
 
 from __future__ import annotations
 
@@ -172,4 +172,4 @@ _INSTEAD: dict[str, Any] = {
     "reinterpret_tensor": _seen_as,
     **dict.fromkeys(("assert_size_stride", "assert_alignment"), _nothing),
 }
-"""What the code has from torch that wants memory, by the name that it has there."""
+"""These stand for functions of torch that need memory, by the names that the code has for them."""

@@ -78,7 +78,7 @@ class Call(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """What tells the call from others that may allocate something else."""
+        """Tells the call from others that may allocate something else."""
         return self.target, repr((self.args, self.kwargs))
 
 

@@ -86,7 +86,7 @@ class Region:
 
     @cached_property
     def text(self) -> str:
-        """What the region computes: equal for equal regions."""
+        """Says what the region computes: regions that are alike have one text."""
         return text_of(self.body, self.donated)
 
     @cached_property
@@ -523,7 +523,7 @@ def shared_unasked(
 
 
 def text_of(graph: fx.Graph, donated: Sequence[int]) -> str:
-    """Everything that compiling a region depends on, without names: equal for equal regions."""
+    """Return all that compiling a region depends on, without names: the same for equal regions."""
     number = {node: f"%{position}" for position, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:

@@ -29,10 +29,10 @@ from zerofx.lower.regions import CompiledRegion, Region, run_operators, runs, sh
 logger = logging.getLogger("zerofx")
 
 _KNOWN: dict[str, _Trace | None] = {}
-"""What has been found, by what a region computes and torch's settings."""
+"""Holds what regions were found to allocate, by what they compute and torch's settings."""
 
 NEXT_TO_NOTHING = 1e-4
-"""Of the bytes of a program's inputs."""
+"""Regions count operator by operator whose values are at most this of the bytes of inputs."""
 
 
 def rehearsals_of(gm: fx.GraphModule) -> Iterator[Rehearsal]:
@@ -101,7 +101,7 @@ def _ends_of_parts(nodes: Sequence[fx.Node]) -> set[int]:
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies: in what is made, or in an input, by their numbers."""
+    """Names what a tensor lies in: an input, or what the region makes, by its number."""
 
     in_input: bool
     number: int
