@@ -51,11 +51,21 @@ def place_reductions(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
     stagger_waits([(second, ops.wait_of(second)) for second in seconds])
 
 
-def hoist(node: fx.Node, brings: Callable[[fx.Node], bool] = lambda operand: False) -> None:
-    """Move a node to just after the last of its operands, and first those that it ``brings``."""
+def hoist(
+    node: fx.Node,
+    brings: Callable[[fx.Node], bool] = lambda operand: False,
+    hoisted: set[fx.Node] | None = None,
+) -> None:
+    """Move a node to just after the last of its operands, and first those that it ``brings``.
+
+    Nothing is moved that has been ``hoisted``; what is moved is added to it.
+    """
+    hoisted = set() if hoisted is None else hoisted
+    hoisted.add(node)
     operands = node.all_input_nodes
-    for operand in filter(brings, operands):
-        hoist(operand, brings)
+    for operand in operands:
+        if operand not in hoisted and brings(operand):
+            hoist(operand, brings, hoisted)
     anchor = max(operands, default=None)
     if anchor is not None and anchor.op != "placeholder" and anchor.next is not node:
         anchor.append(node)

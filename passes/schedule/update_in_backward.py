@@ -33,6 +33,7 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     Source: LOMO, Lv et al. 2023.
     """
     moved = 0
+    hoisted: set[fx.Node] = set()  # all updates read one norm, of all gradients
     wholes = {input_role(node).parameter: node for node in placeholders(gm.graph, "parameter")}
     for update in [node for node in gm.graph.nodes if node.target is ops.update]:
         if is_owned(update):
@@ -40,7 +41,8 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         operands = [operand for operand in update.all_input_nodes if operand.op != "placeholder"]
         cuts = [update.args[0]] if update.args[0].target is ops.take_shard else []
         for operand in filter(_comes_along, operands):
-            hoist(operand, _comes_along)
+            if operand not in hoisted:
+                hoist(operand, _comes_along, hoisted)
         before = {operand for operand in operands if operand not in cuts}
         before |= {value for cut in cuts for value in cut.all_input_nodes}  # what a step decays
         before = {node for node in before if node.op != "placeholder"}

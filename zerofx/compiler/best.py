@@ -321,8 +321,11 @@ class Search:
         if needs <= self.limit:  # a budget had said a little more
             return self.tried[options]
         stage, outer = self._stages()[0]  # what cuts most
-        forms = [*dict.fromkeys((options, replace(options, stage=stage, outer_stage=outer)))]
-        number, fits = ranks_that_fit(self.step, self.ranks, forms, self.limit)
+        most_cut = replace(options, stage=stage, outer_stage=outer)
+        with contextlib.suppress(ValueError):  # what cannot be; a StepError is one too
+            self._made(most_cut)
+        made = [of.forecast for of in self.tried.values() if of.options in (options, most_cut)]
+        number, fits = ranks_that_fit(self.step, self.ranks, made, self.limit)
         more = "with a smaller batch"
         if fits is not None:
             more = f"on {number} ranks, where {words_of(fits)} fits"
@@ -411,15 +414,17 @@ SEARCHED = 2**16
 
 
 def ranks_that_fit(
-    step: CapturedStep, ranks: Ranks, forms: Sequence[Options], limit: int
+    step: CapturedStep, ranks: Ranks, made: Iterable[Forecast], limit: int
 ) -> tuple[int | None, Options | None]:
     """Return on how many ranks, doubling those of the outer axis, which of these options fit.
 
-    Of those that fit, what takes least of the device.  It ends where more ranks no longer save a
-    thousandth: what is left is the same on any number.
+    ``made`` are what does not fit these ``ranks``.  Of what fits, it is what takes least of the
+    device.  It ends where more ranks no longer save a thousandth: what is left is the same on any
+    number.
     """
+    forms = [of.options for of in made if of.undivided <= limit]
     before = math.inf
-    while 2 * len(ranks) <= SEARCHED:
+    while forms and 2 * len(ranks) <= SEARCHED:
         (name, size), *inner = ranks.axes
         ranks = replace(ranks, axes=((name, 2 * size), *inner))
         needs: list[tuple[int, Options]] = []

@@ -139,6 +139,13 @@ class Forecast:
         return {kind: column[at] for kind, column in columns.items() if column[at]}
 
     @property
+    def undivided(self) -> int:
+        """Bytes of the peak that are the same on more ranks: whole tensors, and the batch's."""
+        kinds = {"inputs", "activations"}
+        kinds |= {kind for kind, at in _DIVIDED_AT.items() if self.options.stage < at}
+        return sum(nbytes for kind, nbytes in self.peak.items() if kind in kinds)
+
+    @property
     def budgeted(self) -> int:
         """The most bytes that a ``memory_budget`` counts: what the program allocates."""
         ctx = self.rewritten.ctx
@@ -244,6 +251,9 @@ class Forecast:
 _OF_REGIONS = ("fold_gradient_norms", "fold_gradient_work", "form_regions")
 """Lowerings that say what is compiled together.  Others spare copies, of which ``in_parameters``
 and reductions' own bytes know, or calls."""
+
+_DIVIDED_AT = {"parameters": 3, "gradients": 2}
+"""The first stage that cuts a kind of memory, of those that are whole before."""
 
 _REUSED = (ops.flatten_bucket, ops.take_shard)
 """What makes buffers that a CPU keeps to use them again, beside collectives."""
