@@ -138,6 +138,7 @@ def test_ranks_share_what_they_captured_and_have_programs_of_their_own(
         assert (warm.traced, warm.ran_passes) == (0, 0)
         assert_alike(cold.results, warm.results)
     num_programs = of_ranks[0][0].ran_passes
+    assert sum(cold.traced for cold, _ in of_ranks) == num_programs  # one waits for the other
     kept = list((tmp_path / compile_cache.PROGRAMS).iterdir())
     assert len(kept) == num_programs * 3  # what was captured, and of it a program for each rank
 

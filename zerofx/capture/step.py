@@ -6,6 +6,7 @@ so that passes never guess which tensor is a gradient.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import sys
@@ -31,6 +32,7 @@ from zerofx.capture.checks import (
 from zerofx.capture.divisors import mark_losses, weigh_losses, without_marks
 from zerofx.capture.losses import count_ranks, spread_losses
 from zerofx.capture.substitutes import is_loss_scale
+from zerofx.compat.compile_cache import turn_to_compile
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.graph import copied_module, updates
@@ -286,9 +288,20 @@ class StepCapture:
     ) -> Callable:
         """Lower to aten and give the captured step to ``compiler``; return AOT's callable.
 
-        If it ``is_kept``, an earlier start's program is taken that was captured of the same.
+        If it ``is_kept``, an earlier start's program is taken that was captured of the same, or
+        another rank's: one of them traces, and the others wait for what it keeps.
         """
         key = self._key() if is_kept else ""
+        with contextlib.ExitStack() as turn:
+            if key and not turn.enter_context(turn_to_compile(key, waits=False)):
+                with turn_to_compile(key):
+                    pass  # what cannot be kept, all but the first trace at the same time
+            return self._lower(compiler, key, turn)
+
+    def _lower(
+        self, compiler: Callable[[CapturedStep], Callable], key: str, turn: contextlib.ExitStack
+    ) -> Callable:
+        """Do so; ``turn`` is over before the compiler begins, which meets other ranks."""
         step = partial(
             CapturedStep,
             table=self.table,
@@ -301,6 +314,7 @@ class StepCapture:
         )
         found = compat.compile_cache.kept(key) if key else None
         if found is not None:
+            turn.close()
             updated, around, warnings, program = pickle.loads(found)
             for warning in warnings:
                 logger.warning(warning)
@@ -331,6 +345,7 @@ class StepCapture:
                 warnings = recorded(gm.graph).warnings
                 kept = pickle.dumps((updated, around, warnings, program))
                 compat.compile_cache.keep(key, kept)
+            turn.close()
             return compiler(step(lambda: gm, updates=updated))
 
         return compat.aot.trace_to_aten(self.gm, self.inputs, on_aten)

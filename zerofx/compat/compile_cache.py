@@ -126,8 +126,7 @@ def is_kept() -> bool:
 
 def _locks() -> int | None:
     """Open the file of locks; None if Inductor keeps nothing, or its folder takes no file."""
-    # Not at the top: the import takes 1.6 to 2.0 s, and only what compiles needs it.
-    from torch._inductor.codecache import cache_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     if not is_kept():
         return None
