@@ -22,3 +22,15 @@ def without_collections() -> Iterator[None]:
     finally:
         if is_on:
             gc.enable()
+
+
+@contextlib.contextmanager
+def collecting_once() -> Iterator[None]:
+    """Stop it too, and have it look at the end through what was made meanwhile, and no more.
+
+    Predicting a program makes graphs to drop, beside all those that are kept: looking through
+    these again and again is a fifth of the time that a plan of Llama 8B takes.
+    """
+    with without_collections():
+        yield
+    gc.collect(1)

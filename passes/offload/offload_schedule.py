@@ -136,13 +136,19 @@ def fit(
     alive = list(alive)
     chosen: list[Activation] = []
     left = _best_first(lanes, activations)
+    late: set[Activation] = set()  # what is late beside some is late beside more
     waits = False
     while max(alive) > budget:
         peak = alive.index(max(alive))
         helping = [a for a in left if a.leaves <= peak < a.returns]
         if not helping:
             break
-        best = next((a for a in helping if not waits and lanes.hidden([*chosen, a])), None)
+        best = None
+        for activation in helping if not waits else ():
+            if activation not in late and lanes.hidden([*chosen, activation]):
+                best = activation
+                break
+            late.add(activation)
         waits = best is None
         best = best or helping[0]
         chosen.append(best)

@@ -250,6 +250,8 @@ def test_a_limit_that_nothing_fits_names_the_least_and_ranks_on_which_it_would()
     assert "stage 3 takes least" in str(one) and "stage 3 fits on 8 ranks" in str(one)
     never = plan(step_with(), given, ranks=2, memory_limit=1, **arguments)
     assert never.least.on_ranks is None
+    whole, cut = (one.forecasts[stage].undivided for stage in ("0", "3"))
+    assert fitting > cut > 0 and whole > sum(p.nbytes for p in model.parameters())
     assert "more ranks do not make it fit" in str(never)
     assert plan(step_with(), given, ranks=8, memory_limit=fitting, **arguments).least is None
 

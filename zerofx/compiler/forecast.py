@@ -28,6 +28,7 @@ from zerofx.cost.timeline import (
 )
 from zerofx.cost.traffic import wire_bytes
 from zerofx.deferred.ledger import LEDGER
+from zerofx.garbage import collecting_once
 from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.graph import Copies, copied_module
@@ -296,11 +297,17 @@ class Ranks:
 
         Raises: BudgetError if it does not fit ``memory_budget``; what passes refuse.
         """
+        with collecting_once():
+            return self._forecast(step, options, known or {})
+
+    def _forecast(
+        self, step: CapturedStep, options: Options, known: Mapping[int, Place | None]
+    ) -> Forecast:
         mesh, figures = self.mesh_for(options), self.figures_for(options)
         own = step.on(mesh)
 
         def context(options: Options) -> PassContext:
-            return context_of(own, options, mesh, figures, kept_gathered={}, known=known or {})
+            return context_of(own, options, mesh, figures, kept_gathered={}, known=known)
 
         if "auto" in options.offload:
             tried = attempts(options, own.table, mesh)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zerofx.deferred.block import deferred_init
 from zerofx.errors import CommandError
+from zerofx.garbage import without_collections
 from zerofx.planning.stopped import StoppedCall, capture
 
 LENGTH = 4096
@@ -38,6 +39,7 @@ def shipped() -> list[str]:
     return sorted(each.name.removesuffix(".json") for each in _SHAPES.iterdir())
 
 
+@without_collections()
 def call_of_model(name: str, tokens: int | None = None) -> CallOfModel:
     """Capture the step that trains a model on one sequence of so many tokens.
 

@@ -16,6 +16,7 @@ from zerofx.compiler.choices import choose, stopped
 from zerofx.compiler.forecast import Forecast, Ranks
 from zerofx.devices import RANKS_OF_NODE, Device, device_named
 from zerofx.errors import StepError
+from zerofx.garbage import without_collections
 from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import ParameterTable
@@ -141,6 +142,7 @@ def plan(
     return plan_of(call, axes, call.options, stages, memory_limit, device=found)
 
 
+@without_collections()
 def plan_of(
     call: StoppedCall,
     axes: tuple[tuple[str, int], ...],
