@@ -28,6 +28,19 @@ logger = logging.getLogger("zerofx")
 NICE = 3
 """The process's: half of a core's time that others get.  With more, full speed comes later."""
 
+LET_OTHERS_GO_FIRST = f"""
+import contextlib, os
+os.nice({NICE})
+with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
+    group.write("{NICE}")
+"""
+"""Has the process have less of a core than the training where both want it, from its start on.
+
+An operator waits for the last of its threads.  With an equal claim on two cores, steps of one rank
+took 4 to 14 times as long, and so most take 2 to 3 times as long (November 2026).  A session of its
+own has its own claim, as a whole, where Linux groups processes by sessions.
+"""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -54,7 +67,7 @@ class CompileProcess:
         self._done: dict[str, threading.Event] = {}
         self._has_ended = threading.Event()
         self._is_closed = False
-        code = f"from {__name__} import serve; serve()"
+        code = f"{LET_OTHERS_GO_FIRST}\nfrom {__name__} import serve\nserve()"
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -119,7 +132,6 @@ class CompileProcess:
 
 def serve() -> None:
     """Compile what comes through standard input, and answer through standard output."""
-    _let_others_go_first()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what compilers print is no answer
     requests: IO[bytes] = sys.stdin.buffer
@@ -145,18 +157,6 @@ def serve() -> None:
         left.remove(work)
         pickle.dump(work.text, answers)
         answers.flush()
-
-
-def _let_others_go_first() -> None:
-    """Have less of a core than the training, where both want it.
-
-    An operator waits for the last of its threads.  With an equal claim on two cores, steps of one
-    rank took 4 to 14 times as long, and so most take 2 to 3 times as long (November 2026).
-    """
-    os.nice(NICE)
-    # A session of its own has its own claim, as a whole, where Linux groups processes by sessions.
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
-        group.write(str(NICE))
 
 
 def _arrived(waiting: Queue[Work], wait: bool) -> list[Work]:
