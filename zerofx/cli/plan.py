@@ -12,6 +12,7 @@ from typing import Any
 from zerofx import hardware
 from zerofx.devices import DEVICES, device_named
 from zerofx.errors import CommandError
+from zerofx.garbage import without_collections
 from zerofx.planning import picture
 from zerofx.planning.models import LENGTH, call_of_model, shipped
 from zerofx.planning.plan import axes_of, plan_of, ranks_of_node
@@ -188,9 +189,9 @@ def _plan(
     elif device is not None:
         call = call.on_device(device.kind)
     limit = None if chosen.memory_limit is None else int(chosen.memory_limit * 2**30)
-    return plan_of(
-        call, axes, call.options, memory_limit=limit, figures=figures, device=device
-    ).facts
+    with without_collections():  # nor while the facts are found
+        made = plan_of(call, axes, call.options, memory_limit=limit, figures=figures, device=device)
+        return made.facts
 
 
 def _sizes(text: str) -> Mapping[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import fx
@@ -57,7 +58,7 @@ class Timeline:
     ``exposed_s`` is how long a rank has nothing to do but to wait.  ``lanes`` is what each lane
     has to do in all: ``compute``, the ``link`` and on a mesh the ``outer link``, copies ``to host``
     and ``to device``, ``updates`` on the host, and ``files``.  ``bound_s`` is what no schedule of
-    these can beat.
+    these can beat, of nodes that have these ``works``.
     ``issued_s`` is when each node's turn comes, and ``spans`` when it keeps a lane busy: whoever
     takes no time has none, and a ``wait`` for what is late has one on the lane ``waiting``.
     """
@@ -66,9 +67,13 @@ class Timeline:
     exposed_s: float
     transfers: Mapping[fx.Node, Transfer]
     lanes: Mapping[str, float] = field(default_factory=dict)
-    bound_s: float = 0.0
+    works: Mapping[fx.Node, Work] = field(default_factory=dict)
     issued_s: Sequence[float] = ()
     spans: Sequence[Span] = ()
+
+    @cached_property
+    def bound_s(self) -> float:
+        return least_s(self.works)
 
     @property
     def step_s(self) -> float:
@@ -214,7 +219,7 @@ def predict(
         else:
             busy(node, [COMPUTE], now, work.seconds)
             compute_s += work.seconds
-    return Timeline(compute_s, idle_s, transfers, lanes, least_s(works), issued_s, spans)
+    return Timeline(compute_s, idle_s, transfers, lanes, works, issued_s, spans)
 
 
 WAITING = "waiting"
