@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -68,6 +69,7 @@ class _Fixed:
         self.seconds = [seconds(node, ctx.figures, ctx.table) for node in self.nodes]
         inputs = [at for node, at in self.position.items() if node.op == "placeholder"]
         self.last_input = max(inputs, default=0)
+        self.communicating = [at for node, at in self.position.items() if _communicates(node)]
 
     def in_time(
         self, stop: int, lowest: int, needed_s: float, travels: Sequence[float] = ()
@@ -154,8 +156,8 @@ def _earliest(
             needed += frees_of(other)
     # Never across another collective: the ranks' batches, and with them the times and the bytes
     # looked at here, may differ, and the order of collectives must not.
-    others = [n for n in position if _communicates(n) and position[n] < position[wait]]
-    return max([fixed.last_input, *(position[node] for node in (*needed, *others[-1:]))])
+    others = fixed.communicating[: bisect_left(fixed.communicating, position[wait])]
+    return max([fixed.last_input, *others[-1:], *(position[node] for node in needed)])
 
 
 def _communicates(node: fx.Node) -> bool:
