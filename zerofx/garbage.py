@@ -26,7 +26,7 @@ def without_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collecting_once() -> Iterator[None]:
-    """Stop it too, and have it look at the end through what was made meanwhile, and no more.
+    """Stop it too, and have it look at the end through what it has not looked through yet.
 
     Predicting a program makes graphs to drop, beside all those that are kept: looking through
     these again and again is a fifth of the time that a plan of Llama 8B takes.

@@ -34,6 +34,7 @@ from zerofx import backend, compat, hardware
 from zerofx.capture import step, substitutes
 from zerofx.compat import compile_cache
 from zerofx.compiler.program import Program
+from zerofx.errors import StepError
 from zerofx.ir import key as program_key
 from zerofx.ir.mesh import Mesh
 from zerofx.runtime.comm import measure
@@ -141,6 +142,26 @@ def test_ranks_share_what_they_captured_and_have_programs_of_their_own(
     assert sum(cold.traced for cold, _ in of_ranks) == num_programs  # one waits for the other
     kept = list((tmp_path / compile_cache.PROGRAMS).iterdir())
     assert len(kept) == num_programs * 3  # what was captured, and of it a program for each rank
+
+
+def keeping_nothing(folder: str) -> list[Start]:
+    with mock.patch.object(compile_cache, "keep"):
+        return on_a_rank(folder, "plain", 1)
+
+
+def refused(folder: str) -> str:
+    tracing = mock.patch.object(compat.aot, "trace_to_aten", side_effect=StepError("refused"))
+    with tracing, pytest.raises(Exception, match="refused") as error:
+        on_a_rank(folder, "plain", 1)
+    return str(error.value)
+
+
+@pytest.mark.slow(reason="ranks compile four times")
+def test_a_rank_that_keeps_nothing_or_fails_lets_the_other_trace(ranks, tmp_path):  # noqa: F811
+    assert all("refused" in words for words in ranks(2).run(refused, str(tmp_path)))
+    for starts in ranks(2).run(keeping_nothing, str(tmp_path)):
+        assert all(one.traced for one in starts)
+    assert not (tmp_path / compile_cache.PROGRAMS).exists()
 
 
 def in_folders(shared: str, own: tuple[str, str], lowering: str) -> list[Start]:

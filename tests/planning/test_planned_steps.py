@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.kit.covering import first, only
+from tests.kit.covering import first, nightly, only
 from tests.kit.ranks import Ranks, ranks_fixture  # noqa: F401
 from tests.kit.step_forms.form import FORMS, Training, step_with
 from tests.kit.step_forms.training import STAGES, built, rank_and_world_size
@@ -254,6 +254,45 @@ def test_a_limit_that_nothing_fits_names_the_least_and_ranks_on_which_it_would()
     assert fitting > cut > 0 and whole > sum(p.nbytes for p in model.parameters())
     assert "more ranks do not make it fit" in str(never)
     assert plan(step_with(), given, ranks=8, memory_limit=fitting, **arguments).least is None
+
+
+@pytest.mark.slow(reason="plans nine programs of several stages")
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"bucket": False},
+        {"accumulate": "sharded"},
+        nightly({}),
+        nightly({"recompute": False}),
+        nightly({"offload": "optimizer"}),
+        nightly({"offload": "activations"}),
+    ],
+)
+@pytest.mark.parametrize("name", [nightly(name) for name in MODELS[:6]] + ["clipped_sums"])
+def test_more_ranks_have_what_they_do_not_divide(name, own):
+    def of(ranks: int) -> Plan:
+        options = {**FIGURES, **own}
+        if name in FORMS:
+            return planned(name, ranks, options)
+        return plan(clipped_sums, clipped_sums_of(256), ranks=ranks, options=options)
+
+    one, two, more = map(of, (1, 2, 16))
+    for fewer, other in ((one, two), (one, more), (two, more)):
+        for stage in fewer.forecasts:
+            assert 0 < fewer.forecasts[stage].undivided <= other.forecasts[stage].device_bytes
+
+
+def clipped_sums_of(width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(64, width)
+
+
+def clipped_sums(model, optimizer, x):
+    for part in x.chunk(2):
+        model(part).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import math
@@ -321,11 +322,13 @@ class Search:
         if needs <= self.limit:  # a budget had said a little more
             return self.tried[options]
         stage, outer = self._stages()[0]  # what cuts most
-        most_cut = replace(options, stage=stage, outer_stage=outer)
-        with contextlib.suppress(ValueError):  # what cannot be; a StepError is one too
-            self._made(most_cut)
-        made = [of.forecast for of in self.tried.values() if of.options in (options, most_cut)]
-        number, fits = ranks_that_fit(self.step, self.ranks, made, self.limit)
+        forms = dict.fromkeys((options, replace(options, stage=stage, outer_stage=outer)))
+        may_fit = [
+            one
+            for one in forms
+            if one not in self.tried or self.tried[one].forecast.undivided <= self.limit
+        ]
+        number, fits = ranks_that_fit(self.step, self.ranks, may_fit, self.limit)
         more = "with a smaller batch"
         if fits is not None:
             more = f"on {number} ranks, where {words_of(fits)} fits"
@@ -414,15 +417,13 @@ SEARCHED = 2**16
 
 
 def ranks_that_fit(
-    step: CapturedStep, ranks: Ranks, made: Iterable[Forecast], limit: int
+    step: CapturedStep, ranks: Ranks, forms: Sequence[Options], limit: int
 ) -> tuple[int | None, Options | None]:
     """Return on how many ranks, doubling those of the outer axis, which of these options fit.
 
-    ``made`` are what does not fit these ``ranks``.  Of what fits, it is what takes least of the
-    device.  It ends where more ranks no longer save a thousandth: what is left is the same on any
-    number.
+    Of those that fit, what takes least of the device.  It ends where more ranks no longer save a
+    thousandth: what is left is the same on any number.
     """
-    forms = [of.options for of in made if of.undivided <= limit]
     before = math.inf
     while forms and 2 * len(ranks) <= SEARCHED:
         (name, size), *inner = ranks.axes
@@ -437,6 +438,7 @@ def ranks_that_fit(
         if before - now < before / 1000 or math.isinf(now):
             break
         before = now
+        gc.collect()  # programs that nobody needs any more, where it does not happen by itself
     return None, None
 
 

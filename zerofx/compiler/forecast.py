@@ -141,10 +141,14 @@ class Forecast:
 
     @property
     def undivided(self) -> int:
-        """Bytes of the peak that are the same on more ranks: whole tensors, and the batch's."""
-        kinds = {"inputs", "activations"}
-        kinds |= {kind for kind, at in _DIVIDED_AT.items() if self.options.stage < at}
-        return sum(nbytes for kind, nbytes in self.peak.items() if kind in kinds)
+        """Bytes of the peak that the same form has on more ranks too, at the least.
+
+        Activations are, unless a budget or what else leaves the device decides on them.
+        """
+        kinds = {kind for kind, at in _DIVIDED_AT.items() if self.options.stage < at}
+        if self.options.memory_budget is None and not self.options.offload:
+            kinds.add("activations")
+        return sum(nbytes for kind, nbytes in self.peak.items() if kind in {"inputs", *kinds})
 
     @property
     def budgeted(self) -> int:
@@ -253,8 +257,8 @@ _OF_REGIONS = ("fold_gradient_norms", "fold_gradient_work", "form_regions")
 """Lowerings that say what is compiled together.  Others spare copies, of which ``in_parameters``
 and reductions' own bytes know, or calls."""
 
-_DIVIDED_AT = {"parameters": 3, "gradients": 2}
-"""The first stage that cuts a kind of memory, of those that are whole before."""
+_DIVIDED_AT = {"parameters": 3, "gradients": 1}
+"""The first stage that cuts some of a kind of memory, of those that are whole before."""
 
 _REUSED = (ops.flatten_bucket, ops.take_shard)
 """What makes buffers that a CPU keeps to use them again, beside collectives."""

@@ -373,8 +373,10 @@ def _with_whole(figures: Hardware, found: Sequence[Measured], ranks: int) -> Har
             rest_s = max(step_s - eager.seconds(waits), 0.0)
             whole[one.run.training.lowering] = replace(eager, flop_s=rest_s / seconds)
     errors = [math.log(step_s / eager.seconds(waits, seconds)) for waits, seconds, step_s in steps]
-    deviation = math.sqrt(sum(error**2 for error in errors) / max(len(errors) - 1, 1))
-    spread = math.exp(WITHIN * deviation * math.sqrt(1 + 1 / len(errors)))
+    freedom = max(len(errors) - sum(part > 0 for part in (eager.byte_s, eager.flop_s)), 1)
+    deviation = math.sqrt(sum(error**2 for error in errors) / freedom)
+    within = WITHIN[min(freedom, len(WITHIN)) - 1]
+    spread = math.exp(within * deviation * math.sqrt(1 + 1 / len(errors)))
     assert known.calibration is not None
     calibration = replace(known.calibration, whole=whole)
     return replace(known, calibration=calibration, spread=max(spread, LEAST_SPREAD))
@@ -396,8 +398,11 @@ def _whole(steps: Sequence[Point]) -> Cost:
     return Cost(flop_s=math.exp(statistics.fmean(ratios)))
 
 
-WITHIN = 1.64
-"""Standard deviations around a mean of four within which the next one lies, at 80%: Student's."""
+WITHIN = (3.08, 1.89, 1.64)
+"""Standard deviations within which the next one lies, at 80%, by degrees of freedom: Student's t.
+
+What operators cost is fitted to the same steps, so that it is too few by some: see LEAST_SPREAD.
+"""
 
 
 def as_json(figures: Hardware) -> dict[str, Any]:

@@ -178,9 +178,16 @@ def plan_of(
     made = replace(made, choice=_choice(call, axes, given, made, memory_limit, source))
     if forecasts and all(one.device_bytes > memory_limit for one in forecasts.values()):
         stage = min(forecasts, key=lambda name: forecasts[name].device_bytes)
-        ranks = _ranks(axes, forecasts[stage].options, source, call.makes_whole)
-        on_ranks, fits = ranks_that_fit(call.step, ranks, forecasts.values(), memory_limit)
-        on_stage = next((name for name, of in forecasts.items() if of.options is fits), None)
+        by_name = {_text(each): each for each in chosen}
+        of = {name: _options(call, given, axes, by_name[name]) for name in forecasts}
+        ranks = _ranks(axes, of[stage], source, call.makes_whole)
+        may_fit = [
+            options
+            for name, options in of.items()
+            if "auto" in options.offload or forecasts[name].undivided <= memory_limit
+        ]
+        on_ranks, fits = ranks_that_fit(call.step, ranks, may_fit, memory_limit)
+        on_stage = next((name for name, options in of.items() if options is fits), None)
         least = Least(stage, forecasts[stage].device_bytes, on_ranks, on_stage)
         made = replace(made, least=least)
     return made
