@@ -107,7 +107,8 @@ def test_on_one_axis(name, stages):
     forecasts = forecasts_of(name, None, stages)
     for stage in stages:
         found = forecasts[str(stage)]
-        kept = whole if stage < 3 else shards, 2 * (whole if stage == 0 else shards)
+        # Updates of whole parameters are divided, and so are their states.
+        kept = whole if stage < 3 else shards, 2 * shards
         assert (found.kept["parameters"], found.kept["optimizer states"]) == kept
         if stage == 0:
             (nbytes,) = found.sent.values()
