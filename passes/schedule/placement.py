@@ -61,11 +61,12 @@ def hoist(
     Nothing is moved that has been ``hoisted``; what is moved is added to it.
     """
     hoisted = set() if hoisted is None else hoisted
+    if node in hoisted:
+        return
     hoisted.add(node)
     operands = node.all_input_nodes
-    for operand in operands:
-        if operand not in hoisted and brings(operand):
-            hoist(operand, brings, hoisted)
+    for operand in filter(brings, operands):
+        hoist(operand, brings, hoisted)
     anchor = max(operands, default=None)
     if anchor is not None and anchor.op != "placeholder" and anchor.next is not node:
         anchor.append(node)

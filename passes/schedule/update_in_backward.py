@@ -41,8 +41,7 @@ def update_in_backward(gm: fx.GraphModule, ctx: PassContext) -> Counts:
         operands = [operand for operand in update.all_input_nodes if operand.op != "placeholder"]
         cuts = [update.args[0]] if update.args[0].target is ops.take_shard else []
         for operand in filter(_comes_along, operands):
-            if operand not in hoisted:
-                hoist(operand, _comes_along, hoisted)
+            hoist(operand, _comes_along, hoisted)
         before = {operand for operand in operands if operand not in cuts}
         before |= {value for cut in cuts for value in cut.all_input_nodes}  # what a step decays
         before = {node for node in before if node.op != "placeholder"}

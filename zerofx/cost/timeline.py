@@ -58,10 +58,9 @@ class Timeline:
     ``exposed_s`` is how long a rank has nothing to do but to wait.  ``lanes`` is what each lane
     has to do in all: ``compute``, the ``link`` and on a mesh the ``outer link``, copies ``to host``
     and ``to device``, ``updates`` on the host, and ``files``.  ``bound_s`` is what no schedule of
-    these can beat, of nodes that have these ``works``: it
-    reads their graph when it is asked for.
-    ``issued_s`` is when each node's turn comes, and ``spans`` when it keeps a lane busy: whoever
-    takes no time has none, and a ``wait`` for what is late has one on the lane ``waiting``.
+    nodes with these ``works`` can beat: it reads their graph when it is asked for.  ``issued_s`` is
+    when each node's turn comes, and ``spans`` when it keeps a lane busy: whoever takes no time has
+    none, and a ``wait`` for what is late has one on the lane ``waiting``.
     """
 
     compute_s: float
