@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -16,6 +17,14 @@ from zerofx.planning import calibrate
 from zerofx.runtime.comm.communication import Communicator
 
 SMALL = (calibrate.Training(32, 1, 8, 0),)
+
+
+def test_the_spread_is_wider_the_less_is_left_beside_what_was_fitted():
+    errors = [0.05, -0.05, 0.05, -0.05]
+    one, two = (math.log(calibrate.spread_of(errors, fitted)) for fitted in (1, 2))
+    assert one == pytest.approx(1.638 * 0.1 / 3**0.5 * 1.25**0.5, rel=0.01)
+    assert two == pytest.approx(1.886 * 0.1 / 2**0.5 * 1.25**0.5, rel=0.01)
+    assert calibrate.spread_of([0.0], 1) == 1.0
 
 
 @pytest.mark.nightly

@@ -256,7 +256,7 @@ def test_a_limit_that_nothing_fits_names_the_least_and_ranks_on_which_it_would()
     assert plan(step_with(), given, ranks=8, memory_limit=fitting, **arguments).least is None
 
 
-@pytest.mark.slow(reason="plans nine programs of several stages")
+@pytest.mark.slow(reason="plans twelve programs")
 @pytest.mark.parametrize(
     "own",
     [

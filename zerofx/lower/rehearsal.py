@@ -151,9 +151,7 @@ def _traced(region: CompiledRegion) -> _Trace | None:
         try:
             results = compat.rehearsal.watch(made(), sample, watched.begin, watched.ran)
             return watched.end(region, results)
-        except (
-            Exception
-        ) as error:  # whatever Inductor raises, and operators; it is an estimate then
+        except Exception as error:  # Inductor's, or an operator's: then it is an estimate
             logger.debug("a region that is planned does not run without memory: %s", error)
     return None
 

@@ -373,13 +373,21 @@ def _with_whole(figures: Hardware, found: Sequence[Measured], ranks: int) -> Har
             rest_s = max(step_s - eager.seconds(waits), 0.0)
             whole[one.run.training.lowering] = replace(eager, flop_s=rest_s / seconds)
     errors = [math.log(step_s / eager.seconds(waits, seconds)) for waits, seconds, step_s in steps]
-    freedom = max(len(errors) - sum(part > 0 for part in (eager.byte_s, eager.flop_s)), 1)
-    deviation = math.sqrt(sum(error**2 for error in errors) / freedom)
-    within = WITHIN[min(freedom, len(WITHIN)) - 1]
-    spread = math.exp(within * deviation * math.sqrt(1 + 1 / len(errors)))
+    spread = spread_of(errors, sum(part > 0 for part in (eager.byte_s, eager.flop_s)))
     assert known.calibration is not None
     calibration = replace(known.calibration, whole=whole)
     return replace(known, calibration=calibration, spread=max(spread, LEAST_SPREAD))
+
+
+def spread_of(errors: Sequence[float], num_fitted: int) -> float:
+    """Return the factor within which one more step lies: ``errors`` are logarithms, of a fit.
+
+    Source: the prediction interval of a regression with so many parameters.
+    """
+    freedom = max(len(errors) - num_fitted, 1)
+    deviation = math.sqrt(sum(error**2 for error in errors) / freedom)
+    within = WITHIN[min(freedom, len(WITHIN)) - 1]
+    return math.exp(within * deviation * math.sqrt(1 + 1 / len(errors)))
 
 
 def _added_up(one: Measured, figures: Hardware, ranks: int) -> Point:
