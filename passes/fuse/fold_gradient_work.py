@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import fx
 
 from zerofx.codegen.rewrite.gradient_work import GradientWork, may_be_work
@@ -35,6 +37,7 @@ def fold_gradient_work(gm: fx.GraphModule, ctx: PassContext) -> Counts:
     graph = gm.graph
     known: dict[tuple, GradientWork] = {}
     runs = _runs(graph)
+    first = functools.cache(first_write)  # all updates have one coefficient of clipping
     folded_nodes = 0
     for update in list(filter(is_update_alone, graph.nodes)):
         folded = _foldable(update, runs)
@@ -42,7 +45,7 @@ def fold_gradient_work(gm: fx.GraphModule, ctx: PassContext) -> Counts:
             continue
         nodes, gradient = folded
         work, coefficients = GradientWork.of(nodes, gradient)
-        if any(may_be_overwritten(number, update) for number in coefficients):
+        if any(write < update for write in map(first, coefficients) if write is not None):
             continue  # it is read by then, and not where the step reads it
         work = known.setdefault(work.computation, work)
         added = {"work": work.text, "coefficients": coefficients}
@@ -99,18 +102,26 @@ def _is_needed_here_alone(node: fx.Node, inside: set[fx.Node], runs: dict[fx.Nod
 
 
 def may_be_overwritten(operand: fx.Node, reader: fx.Node) -> bool:
-    """Return whether a tensor may lie in memory that is written to before ``reader`` would read it.
+    """Return whether a tensor may lie in memory that is written to before ``reader`` reads it."""
+    write = first_write(operand)
+    return write is not None and write < reader
 
-    In a world of one, what has been gathered or reduced is what it was made of.
+
+def first_write(operand: fx.Node) -> fx.Node | None:
+    """Return the first node that writes to memory in which a tensor may lie; None if none does.
+
+    Callers write to inputs of theirs, which stand for that.  In a world of one, what has been
+    gathered or reduced is what it was made of.
     """
 
     def moved_from(node: fx.Node) -> list[fx.Node]:
         moves = ops.is_collective(node) or node.target is ops.take_shard
         return node.all_input_nodes if moves else aliased_inputs(node)
 
-    def is_written(node: fx.Node) -> bool:
+    def writes_to(node: fx.Node) -> set[fx.Node]:
         role = node.meta.get("zerofx_input")
         is_callers = role is not None and role.kind in ("parameter", "buffer")
-        return is_callers or any(writer < reader for writer in writers(node))
+        return {node} if is_callers else writers(node)
 
-    return any(map(is_written, reached([operand], moved_from)))
+    memory = reached([operand], moved_from)
+    return min((write for node in memory for write in writes_to(node)), default=None)

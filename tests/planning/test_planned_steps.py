@@ -250,7 +250,7 @@ def test_a_limit_that_nothing_fits_names_the_least_and_ranks_on_which_it_would()
     assert "stage 3 takes least" in str(one) and "stage 3 fits on 8 ranks" in str(one)
     never = plan(step_with(), given, ranks=2, memory_limit=1, **arguments)
     assert never.least.on_ranks is None
-    whole, cut = (one.forecasts[stage].undivided for stage in ("0", "3"))
+    whole, cut = (one.forecasts[stage].at_least(more_ranks=True) for stage in ("0", "3"))
     assert fitting > cut > 0 and whole > sum(p.nbytes for p in model.parameters())
     assert "more ranks do not make it fit" in str(never)
     assert plan(step_with(), given, ranks=8, memory_limit=fitting, **arguments).least is None
@@ -279,7 +279,8 @@ def test_more_ranks_have_what_they_do_not_divide(name, own):
     one, two, more = map(of, (1, 2, 16))
     for fewer, other in ((one, two), (one, more), (two, more)):
         for stage in fewer.forecasts:
-            assert 0 < fewer.forecasts[stage].undivided <= other.forecasts[stage].device_bytes
+            stays = fewer.forecasts[stage].at_least(more_ranks=True)
+            assert 0 < stays <= other.forecasts[stage].device_bytes
 
 
 def clipped_sums_of(width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor]:

@@ -17,8 +17,10 @@ from tests.kit.models import features
 from tests.kit.ranks import ranks_fixture  # noqa: F401
 from tests.kit.trainings import assert_same, clipped, plain, program_of, run
 from zerofx import backend
+from zerofx.compiler.forecast import Forecast, Ranks
 from zerofx.errors import BudgetError, StepError
 from zerofx.inspecting import explain
+from zerofx.options import Options
 
 FIGURES = "latency_s=2e-5 bytes_per_s=1e9 flops_per_s=2e10 memory_bytes_per_s=1e10"
 LIMITS = (10**9, 30_000_000, 24_000_000, 20_000_000, 16_000_000, 12_000_000, 8_000_000)
@@ -347,6 +349,39 @@ def test_it_is_never_predicted_slower_than_the_greedy_choice():
     assert options.memory_budget is not None and greedy
     assert choice.form.step_s <= 1.002 * greedy[0].step_s
     assert any("is within 0." in line for line in choice.reasons)
+
+
+@pytest.mark.slow(reason="a step is planned for each form, twice")
+@pytest.mark.parametrize("lowering", ("eager", nightly("inductor")))
+@pytest.mark.parametrize("share", (0.6, *map(nightly, (1.0, 0.95, 0.8, 0.3))))
+@pytest.mark.parametrize("rows", (4096, nightly(8)))
+def test_forms_are_left_out_that_cannot_fit_and_no_others(monkeypatch, rows, share, lowering):
+    """What is chosen, or the least that is asked for, is the same as if all were tried."""
+    torch.set_num_threads(1)
+    given, options = (*built(), *features(0, rows)), {"lowering": lowering, "hardware": FIGURES}
+    most = zerofx.plan(plain, given, ranks=2, options=options, stages=[3]).forecasts["3"]
+    limit = int(share * most.device_bytes)
+
+    def found():
+        made: list[Options] = []
+        forecast = Ranks.forecast
+
+        def noted(ranks, step, options, known=None):
+            made.append(options)
+            return forecast(ranks, step, options, known)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Ranks, "forecast", noted)
+            choice = zerofx.plan(plain, given, ranks=2, options=options, memory_limit=limit).choice
+        if isinstance(choice, str):
+            return made, choice
+        return made, (choice.options, choice.form.needs)
+
+    made, chosen = found()
+    monkeypatch.setattr(Forecast, "at_least", lambda *_, **__: 0)
+    every, among_all = found()
+    assert chosen == among_all
+    assert len(made) < len(every) if share < 0.8 else len(made) <= len(every)
 
 
 @pytest.mark.nightly

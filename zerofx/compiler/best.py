@@ -232,7 +232,7 @@ class Search:
         self.tried: dict[Options, Form] = {}
         self.fitting: dict[Key, list[Form]] = {}
         self.refused: dict[str, str] = {}
-        self.least: list[tuple[int, Options]] = []  # what forms need at least that do not fit
+        self.least: list[tuple[int, Options]] = []  # what forms that do not fit need at the least
         nodes = max(len(step.gm.graph.nodes), 1)
         self.left = min(max(MOST_NODES // nodes, LEAST_PROGRAMS), MOST_PROGRAMS)
         for one in made:
@@ -311,8 +311,13 @@ class Search:
                     break  # what is cut most does not fit, and the others hold more
                 if stage < 3 and "params" in targets or stage == 0 and "optimizer" in targets:
                     continue
-                self.left = max(self.left, 0 if found else 2)  # until something fits
                 options = replace(self.given, stage=stage, outer_stage=outer, offload=targets)
+                stays = self.tried.get(_plain(replace(options, offload=())))
+                at_least = 0 if stays is None else stays.forecast.at_least(targets)
+                if at_least > self.limit:
+                    self.least.append((at_least, _plain(options)))
+                    continue
+                self.left = max(self.left, 0 if found else 2)  # until something fits
                 found = self._better(found, options)
             if found is not None:
                 return found
@@ -326,7 +331,8 @@ class Search:
         may_fit = [
             one
             for one in forms
-            if one not in self.tried or self.tried[one].forecast.undivided <= self.limit
+            if one not in self.tried
+            or self.tried[one].forecast.at_least(more_ranks=True) <= self.limit
         ]
         number, fits = ranks_that_fit(self.step, self.ranks, may_fit, self.limit)
         more = "with a smaller batch"
@@ -346,9 +352,14 @@ class Search:
             needs, options = found = min(self.least, key=lambda pair: pair[0])
             if options in self.tried:
                 return needs, options
-            self.least.remove(found)  # it is what a budget has said
-            with contextlib.suppress(BudgetError):
+            self.least.remove(found)  # it is what a budget has said, or what stays at the least
+            try:
                 self.least.append((self._made(options).needs, options))
+            except BudgetError as error:
+                more = (error.needed or 0) - (options.memory_budget or 0)
+                if more > 0:
+                    options = replace(options, memory_budget=error.needed)
+                    self.least.append((needs + more, options))
 
     def _better(self, best: Form | None, options: Options) -> Form | None:
         for found in self._fitting(options):
@@ -361,7 +372,7 @@ class Search:
         if key not in self.fitting and self.left <= 0:
             return []
         if key not in self.fitting:
-            options = replace(options, plan=None, memory_limit=None, memory_budget=None)
+            options = _plain(options)
             try:
                 refuse_conflicts(options)
                 self.fitting[key] = self._within_limit(options)
@@ -377,7 +388,11 @@ class Search:
         keeps = options.stage == 3 and any(least.forecast.sent.values())
         if not (keeps or options.offload):
             return found
-        fixed = least.needs - least.forecast.budgeted
+        fixed, at_least = least.needs - least.forecast.budgeted, least.forecast.at_least()
+        if at_least > self.limit:  # whatever the budget
+            options = replace(options, plan="auto", memory_budget=max(at_least - fixed, 1))
+            self.least.append((at_least, options))
+            return found
         room = self.limit - fixed
         for _ in range(3):
             budget = max(room, 1)
@@ -410,6 +425,11 @@ class Search:
 
     def _note(self, made: Forecast) -> None:
         self.tried[made.options] = Form(made.options, made)
+
+
+def _plain(options: Options) -> Options:
+    """Return options of a form that nothing is to fit."""
+    return replace(options, plan=None, memory_limit=None, memory_budget=None)
 
 
 SEARCHED = 2**16

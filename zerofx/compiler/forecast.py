@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -139,16 +139,17 @@ class Forecast:
         at = max(range(self._num_nodes), key=lambda at: sum(of[at] for of in columns.values()))
         return {kind: column[at] for kind, column in columns.items() if column[at]}
 
-    @property
-    def undivided(self) -> int:
-        """Bytes of the peak that the same form has on more ranks too, at the least.
+    def at_least(self, away: Collection[str] = (), *, more_ranks: bool = False) -> int:
+        """Return the bytes of the peak that stay with a budget, and with these targets ``away``.
 
-        Activations are, unless a budget or what else leaves the device decides on them.
+        They are what buckets that are gathered or reduced at other times do not free; on
+        ``more_ranks`` what is not divided.  What a budget or offload decides on already is none.
         """
-        kinds = {kind for kind, at in _DIVIDED_AT.items() if self.options.stage < at}
-        if self.options.memory_budget is None and not self.options.offload:
-            kinds.add("activations")
-        return sum(nbytes for kind, nbytes in self.peak.items() if kind in {"inputs", *kinds})
+        kinds: set[str] = {"inputs", *(_DIVIDED_AT if self.options.memory_budget is None else ())}
+        kinds -= {_MOVED_BY[target] for target in (*away, *self.options.offload)}
+        if more_ranks:
+            kinds -= {kind for kind, at in _DIVIDED_AT.items() if at <= self.options.stage}
+        return sum(nbytes for kind, nbytes in self.peak.items() if kind in kinds)
 
     @property
     def budgeted(self) -> int:
@@ -257,8 +258,11 @@ _OF_REGIONS = ("fold_gradient_norms", "fold_gradient_work", "form_regions")
 """Lowerings that say what is compiled together.  Others spare copies, of which ``in_parameters``
 and reductions' own bytes know, or calls."""
 
-_DIVIDED_AT = {"parameters": 3, "gradients": 1}
-"""The first stage that cuts some of a kind of memory, of those that are whole before."""
+_DIVIDED_AT = {"parameters": 3, "optimizer states": 0, "activations": math.inf}
+"""The first stage at which ranks divide what a form keeps."""
+
+_MOVED_BY = {"params": "parameters", "optimizer": "optimizer states", "activations": "activations"}
+"""What targets of offload move."""
 
 _REUSED = (ops.flatten_bucket, ops.take_shard)
 """What makes buffers that a CPU keeps to use them again, beside collectives."""
@@ -319,4 +323,4 @@ class Ranks:
             own = step.on(mesh)
         is_deferred = any(LEDGER.memory_of(tensor) is not None for tensor in step.tensors)
         at_first = "whole" if self.make_whole else "deferred" if is_deferred else "there"
-        return Forecast(rewritten(own, context(options)), bytes_kept(own, options), at_first)
+        return Forecast(rewritten(own.gm, context(options)), bytes_kept(own, options), at_first)

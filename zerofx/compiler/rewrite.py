@@ -88,12 +88,11 @@ class Lowered:
         return any(report.name == name and not report.skipped for report in self.reports)
 
 
-def rewritten(step: CapturedStep, ctx: PassContext) -> Rewritten:
-    """Run the passes that make what is predicted, and none that lower it.
+def rewritten(gm: fx.GraphModule, ctx: PassContext) -> Rewritten:
+    """Run the passes that make what is predicted, and none that lower it, on the program itself.
 
     Raises: what ``run_pipeline`` does.
     """
-    gm = copied_module(step.gm)
     reports = run_pipeline(gm, ctx, rewrites(PIPELINE), to_run=False)
     return Rewritten(gm, ctx, tuple(reports), None)
 

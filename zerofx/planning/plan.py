@@ -184,7 +184,8 @@ def plan_of(
         may_fit = [
             options
             for name, options in of.items()
-            if "auto" in options.offload or forecasts[name].undivided <= memory_limit
+            if "auto" in options.offload
+            or forecasts[name].at_least(more_ranks=True) <= memory_limit
         ]
         on_ranks, fits = ranks_that_fit(call.step, ranks, may_fit, memory_limit)
         on_stage = next((name for name, options in of.items() if options is fits), None)
