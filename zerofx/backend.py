@@ -365,7 +365,7 @@ class CompiledFunction:
         exchange = partial(self.agreement.exchange, timeout_s=AGREEMENT_TIMEOUT_S)
         kept: int | None = None
         if before is not None and before.choice is not None and before.chose_for_updates:
-            mine = before.choice.form.forecast.kept.get("optimizer states", 0)
+            mine = before.choice.form.states
             kept = max(map(int, exchange(("plan auto beside states",), str(mine).encode())))
         search = partial(
             Search,

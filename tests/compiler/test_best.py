@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +13,7 @@ from zerofx.options import Options
 
 
 def form(step_s: float, **options) -> Form:
-    return Form(Options(**options), SimpleNamespace(expected_s=step_s, outside={}))
+    return Form(Options(**options), 90, step_s)
 
 
 class Searched:
@@ -85,6 +84,12 @@ def test_nothing_that_fits_all_is_an_error_of_all():
 def test_what_fits_no_form_of_one_rank_is_an_error_of_all():
     found = on_ranks(Searched(form(1.0, stage=0)), Searched())
     assert found == ["rank 1: needs 200"] * 2
+
+
+def test_a_limit_that_has_no_room_for_what_is_spare_is_told_to_those_who_take_it():
+    one = replace(form(1.0, stage=3), spare=10)
+    assert Choice(one, 100, 1.0, [one]).options == one.options
+    assert Choice(one, 99, 1.0, [one]).options == replace(one.options, memory_limit=99)
 
 
 @pytest.mark.parametrize("name", ["stage", "bucket_bytes", "offload", "recompute"])

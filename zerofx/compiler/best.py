@@ -15,7 +15,6 @@ from typing import Any
 from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import refuse_conflicts
 from zerofx.compiler.forecast import Forecast, Ranks
-from zerofx.cost.outside import REUSED
 from zerofx.cost.program import flops, seconds
 from zerofx.cost.timeline import milliseconds
 from zerofx.cost.traffic import size_text
@@ -74,25 +73,41 @@ def words_of(options: Options) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """One way to run a step: its options, and what its program would take of a rank."""
+    """One way to run a step: its options, and what its program would take of a rank.
+
+    ``needs`` are all of the process's bytes on the device, with what lies outside the program, and
+    ``spare`` what a process with more room takes beside them; ``states`` are the optimizers'.  What
+    stays on the device may be improved by the share ``gap``, if it has been chosen.  Units: bytes,
+    seconds.
+    """
 
     options: Options
-    forecast: Forecast
+    needs: int
+    step_s: float
+    transfer_s: float = 0.0
+    spare: int = 0
+    states: int = 0
+    gap: float | None = None
 
-    @property
-    def needs(self) -> int:
-        """All of the process's bytes on the device, with what lies outside the program."""
-        return self.forecast.device_bytes
-
-    @property
-    def step_s(self) -> float:
-        return self.forecast.expected_s
+    @classmethod
+    def of(cls, made: Forecast) -> Form:
+        """Return what a forecast comes to, without its program, which takes memory."""
+        residency = recorded(made.rewritten.gm.graph).decisions.residency
+        return cls(
+            made.options,
+            made.device_bytes,
+            made.expected_s,
+            made.timeline.transfer_s,
+            sum(row.nbytes for row in made.outside.values() if row.place == "spare"),
+            made.kept.get("optimizer states", 0),
+            residency.gap if residency is not None else None,
+        )
 
     def is_better_than(self, other: Form) -> bool:
         """Return whether it is faster, or as fast with less to send."""
         if abs(self.step_s - other.step_s) > EQUAL * other.step_s:
             return self.step_s < other.step_s
-        return self.forecast.timeline.transfer_s < (1 - EQUAL) * other.forecast.timeline.transfer_s
+        return self.transfer_s < (1 - EQUAL) * other.transfer_s
 
     def __str__(self) -> str:
         return words_of(self.options)
@@ -115,9 +130,8 @@ class Choice:
 
     @property
     def options(self) -> Options:
-        """The form's; with the limit if that has no room for buffers to be used again."""
-        reused = self.form.forecast.outside.get(REUSED)
-        if reused is not None and self.form.needs + reused.nbytes > self.limit:
+        """The form's; with the limit if that has no room for what a process can do without."""
+        if self.form.spare and self.form.needs + self.form.spare > self.limit:
             return replace(self.form.options, memory_limit=self.limit)
         return self.form.options
 
@@ -150,9 +164,8 @@ class Choice:
             f"{self.form}: {milliseconds(self.form.step_s)} a step, with {needs}; "
             f"its matrix products alone take {milliseconds(self.bound_s)}"
         ]
-        residency = recorded(self.form.forecast.rewritten.gm.graph).decisions.residency
-        if residency is not None and residency.gap is not None:
-            lines.append(f"what stays on the device is within {residency.gap:.2%} of the best")
+        if self.form.gap is not None:
+            lines.append(f"what stays on the device is within {self.form.gap:.2%} of the best")
         by_key: dict[Key, list[Form]] = {}
         for form in self.tried:
             by_key.setdefault(key_of(form.options), []).append(form)
@@ -230,6 +243,7 @@ class Search:
         self.named, self.why_whole, self.known = frozenset(named), why_whole, known or {}
         self.more = more
         self.tried: dict[Options, Form] = {}
+        self.forecasts: dict[Options, Forecast] = {}  # of those
         self.fitting: dict[Key, list[Form]] = {}
         self.refused: dict[str, str] = {}
         self.least: list[tuple[int, Options]] = []  # what forms that do not fit need at the least
@@ -312,11 +326,6 @@ class Search:
                 if stage < 3 and "params" in targets or stage == 0 and "optimizer" in targets:
                     continue
                 options = replace(self.given, stage=stage, outer_stage=outer, offload=targets)
-                stays = self.tried.get(_plain(replace(options, offload=())))
-                at_least = 0 if stays is None else stays.forecast.at_least(targets)
-                if at_least > self.limit:
-                    self.least.append((at_least, _plain(options)))
-                    continue
                 self.left = max(self.left, 0 if found else 2)  # until something fits
                 found = self._better(found, options)
             if found is not None:
@@ -331,8 +340,7 @@ class Search:
         may_fit = [
             one
             for one in forms
-            if one not in self.tried
-            or self.tried[one].forecast.at_least(more_ranks=True) <= self.limit
+            if one not in self.tried or self.forecasts[one].at_least(more_ranks=True) <= self.limit
         ]
         number, fits = ranks_that_fit(self.step, self.ranks, may_fit, self.limit)
         more = "with a smaller batch"
@@ -350,16 +358,17 @@ class Search:
         self.least += [(form.needs, form.options) for form in self.tried.values()]
         while True:
             needs, options = found = min(self.least, key=lambda pair: pair[0])
-            if options in self.tried:
-                return needs, options
+            if options in self.tried and needs == self.tried[options].needs:
+                return found
             self.least.remove(found)  # it is what a budget has said, or what stays at the least
             try:
                 self.least.append((self._made(options).needs, options))
             except BudgetError as error:
-                more = (error.needed or 0) - (options.memory_budget or 0)
-                if more > 0:
+                if error.needed is not None and error.needed > (options.memory_budget or 0):
                     options = replace(options, memory_budget=error.needed)
-                    self.least.append((needs + more, options))
+                    self.least.append((max(needs, error.needed), options))
+            except ValueError as error:  # a StepError is one too
+                self.refused[words_of(options)] = str(error)
 
     def _better(self, best: Form | None, options: Options) -> Form | None:
         for found in self._fitting(options):
@@ -382,17 +391,20 @@ class Search:
         return self.fitting[key]
 
     def _within_limit(self, options: Options) -> list[Form]:
-        """Make a form's programs: with as little as can be on the device, and with what fits."""
+        """Make a form's programs: with as little as can be on the device, and with what fits.
+
+        None are made of what cannot fit by what the form holds that has everything there.
+        """
+        whole = self.forecasts.get(replace(options, offload=())) if options.offload else None
+        if whole is not None and self._is_left_out(options, whole):
+            return []
         least = self._made(options)
         found = [least] if least.needs <= self.limit else []
-        keeps = options.stage == 3 and any(least.forecast.sent.values())
-        if not (keeps or options.offload):
+        forecast = self.forecasts[options]
+        keeps = options.stage == 3 and any(forecast.sent.values())
+        if not (keeps or options.offload) or self._is_left_out(options, forecast):
             return found
-        fixed, at_least = least.needs - least.forecast.budgeted, least.forecast.at_least()
-        if at_least > self.limit:  # whatever the budget
-            options = replace(options, plan="auto", memory_budget=max(at_least - fixed, 1))
-            self.least.append((at_least, options))
-            return found
+        fixed = least.needs - forecast.budgeted
         room = self.limit - fixed
         for _ in range(3):
             budget = max(room, 1)
@@ -409,10 +421,18 @@ class Search:
             room -= over
         return found
 
+    def _is_left_out(self, options: Options, made: Forecast) -> bool:
+        """Return whether options fit no budget, by what stays of a forecast; note what that is."""
+        at_least = made.at_least(options.offload)
+        if at_least <= self.limit:
+            return False
+        for one in (options, replace(options, plan="auto", memory_budget=1)):
+            self.least.append((at_least, one))
+        return True
+
     def _or_greedy(self, best: Form) -> Form:
         """Return what choosing one thing after the other gives, if that is predicted better."""
-        residency = recorded(best.forecast.rewritten.gm.graph).decisions.residency
-        if residency is None or residency.gap is None:
+        if best.gap is None:
             return best
         greedy = self._made(replace(best.options, plan=None))
         return greedy if greedy.needs <= self.limit and greedy.is_better_than(best) else best
@@ -424,7 +444,8 @@ class Search:
         return self.tried[options]
 
     def _note(self, made: Forecast) -> None:
-        self.tried[made.options] = Form(made.options, made)
+        self.tried[made.options] = Form.of(made)
+        self.forecasts[made.options] = made
 
 
 def _plain(options: Options) -> Options:
