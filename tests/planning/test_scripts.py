@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import subprocess
 import sys
 import textwrap
 from unittest import mock
@@ -93,6 +94,17 @@ def test_a_script_is_planned_up_to_its_first_compiled_call(planned, tmp_path):
     assert (dict(os.environ), list(sys.argv), list(sys.path), zerofx.save) == before
     assert zero.stop is None and not torch.distributed.is_initialized()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+@pytest.mark.nightly
+def test_torchs_profiler_prints_nothing_between_the_tables(tmp_path):
+    """It runs operators for their own bytes; Kineto reads its level once in a process."""
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    words = [sys.executable, "-m", "zerofx", "plan", "--ranks", "8", "--mesh", "2x4", str(path)]
+    done = subprocess.run([*words, "64"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "of the peak" in done.stdout.lower()
+    assert "profiler" not in done.stdout + done.stderr
 
 
 @pytest.mark.nightly

@@ -8,11 +8,13 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from zerofx import hardware
 from zerofx.devices import DEVICES, device_named
 from zerofx.errors import CommandError
 from zerofx.garbage import without_collections
+from zerofx.options import environment
 from zerofx.planning import picture
 from zerofx.planning.models import LENGTH, call_of_model, shipped
 from zerofx.planning.plan import axes_of, plan_of, ranks_of_node
@@ -189,9 +191,17 @@ def _plan(
     elif device is not None:
         call = call.on_device(device.kind)
     limit = None if chosen.memory_limit is None else int(chosen.memory_limit * 2**30)
-    with without_collections():  # nor while the facts are found
+    quiet = {"KINETO_LOG_LEVEL": environment().get("KINETO_LOG_LEVEL", _SILENT)}
+    with mock.patch.dict(environment(), quiet), without_collections():  # facts are made there too
         made = plan_of(call, axes, call.options, memory_limit=limit, figures=figures, device=device)
         return made.facts
+
+
+_SILENT = "6"
+"""The level above all of Kineto's, torch's profiler, which operators' own bytes are found with.
+
+It prints two lines a profile by default (torch 2.13 and 2.15), and reads its level at the first.
+"""
 
 
 def _sizes(text: str) -> Mapping[str, int]:

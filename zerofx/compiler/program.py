@@ -62,7 +62,7 @@ class Program:
         self.function = function
         self.first_call = function.first_call
         self.number = function.num_programs
-        self.parameters = {id(tensor) for tensor in step.tensors}
+        self._parameters = [weakref.ref(tensor) for tensor in step.tensors]
         self.optimizers = step.optimizers
         self._compiled: Callable[[], Any] = lambda: None
         # Until it is ready; in a list, for torch wraps programs and copies their attributes.
@@ -101,6 +101,11 @@ class Program:
         """Note the function that it is for, and what torch keeps for as long as it has it."""
         self.code = code
         self._compiled = weakref.ref(compiled)
+
+    @property
+    def parameters(self) -> set[int]:
+        """Those of its parameters that are alive, by id, which others may have had before."""
+        return {id(tensor) for of in self._parameters if (tensor := of()) is not None}
 
     @property
     def is_in_use(self) -> bool:
