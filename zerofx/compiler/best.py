@@ -131,7 +131,7 @@ class Choice:
     @property
     def options(self) -> Options:
         """The form's; with the limit if that has no room for what a process can do without."""
-        if self.form.spare and self.form.needs + self.form.spare > self.limit:
+        if self.form.needs + self.form.spare > self.limit:
             return replace(self.form.options, memory_limit=self.limit)
         return self.form.options
 
@@ -393,7 +393,7 @@ class Search:
     def _within_limit(self, options: Options) -> list[Form]:
         """Make a form's programs: with as little as can be on the device, and with what fits.
 
-        None are made of what cannot fit by what the form holds that has everything there.
+        None is made where what stays of the same form with everything there exceeds the limit.
         """
         whole = self.forecasts.get(replace(options, offload=())) if options.offload else None
         if whole is not None and self._is_left_out(options, whole):

@@ -142,8 +142,8 @@ class Forecast:
     def at_least(self, away: Collection[str] = (), *, more_ranks: bool = False) -> int:
         """Return the bytes of the peak that stay with a budget, and with these targets ``away``.
 
-        They are what buckets that are gathered or reduced at other times do not free; on
-        ``more_ranks`` what is not divided.  What a budget or offload decides on already is none.
+        Buckets that are gathered or reduced at other times do not free them, and ``more_ranks`` do
+        not divide them.  What a budget or offload has already decided on does not count.
         """
         kinds: set[str] = {"inputs", *(_DIVIDED_AT if self.options.memory_budget is None else ())}
         kinds -= {_MOVED_BY[target] for target in (*away, *self.options.offload)}
@@ -262,7 +262,7 @@ _DIVIDED_AT = {"parameters": 3, "optimizer states": 0, "activations": math.inf}
 """The first stage at which ranks divide what a form keeps."""
 
 _MOVED_BY = {"params": "parameters", "optimizer": "optimizer states", "activations": "activations"}
-"""What targets of offload move."""
+"""Each target of offload moves one kind of memory off the device."""
 
 _REUSED = (ops.flatten_bucket, ops.take_shard)
 """What makes buffers that a CPU keeps to use them again, beside collectives."""

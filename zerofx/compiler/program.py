@@ -104,7 +104,7 @@ class Program:
 
     @property
     def parameters(self) -> set[int]:
-        """Those of its parameters that are alive, by id, which others may have had before."""
+        """Return the ids of its living parameters: new tensors may get those of dead ones."""
         return {id(tensor) for of in self._parameters if (tensor := of()) is not None}
 
     @property
