@@ -57,6 +57,40 @@ def test_a_program_is_compiled_by_one_process_until_that_has_ended(cache):
     assert [path.name for path in cache.glob("zerofx*")] == [LOCKS]
 
 
+def tries(folder: str, says: connection.Connection) -> None:
+    """Say of each name that comes whether it is free, in a process of its own."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    while name := says.recv():
+        with turn_to_compile(name, waits=False) as is_mine:
+            says.send(is_mine)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_process_has_several_turns_and_ends_each_for_itself(cache):
+    context = multiprocessing.get_context("forkserver")
+    other, says = context.Pipe()
+    process = context.Process(target=tries, args=(str(cache), says), daemon=True)
+    start(process, 0)
+
+    def is_free(name):
+        other.send(name)
+        return other.recv()
+
+    with turn_to_compile("first"):
+        with turn_to_compile("second"):
+            assert not is_free("first") and not is_free("second")
+            assert is_free("third")
+            with turn_to_compile("third", waits=False) as is_mine:
+                assert is_mine
+        assert not is_free("first") and is_free("second")
+    assert is_free("first")
+    (cache / LOCKS).unlink()  # as whoever deletes the folder does
+    with turn_to_compile("first") as is_mine:
+        assert is_mine and not is_free("first")
+    other.send("")
+    process.join()
+
+
 def test_nobody_waits_where_inductor_keeps_nothing(cache):
     with torch._inductor.config.patch(fx_graph_cache=False), turn_to_compile("x") as is_mine:
         assert is_mine

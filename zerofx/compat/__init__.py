@@ -6,6 +6,7 @@ A name is for torch 2.11 to 2.15, and goes when torch has a public way, unless i
 from zerofx.compat import (
     aot,
     compile_cache,
+    cpp_kernels,
     dynamo,
     inductor,
     other_device,
@@ -18,6 +19,7 @@ from zerofx.compat import (
 __all__ = [
     "aot",
     "compile_cache",
+    "cpp_kernels",
     "dynamo",
     "inductor",
     "other_device",

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 
 logger = logging.getLogger("zerofx")
@@ -110,11 +111,13 @@ def turn_to_compile(program: str, waits: bool = True) -> Iterator[bool]:
     """
     place = int.from_bytes(hashlib.sha256(program.encode()).digest()[:7], "little")
     locks = _locks()
+    is_locked = locks is not None and _lock(locks, place, waits)
     try:
-        yield locks is None or _lock(locks, place, waits)
+        yield locks is None or is_locked
     finally:
-        if locks is not None:
-            os.close(locks)
+        if locks is not None and is_locked:
+            with contextlib.suppress(OSError):
+                fcntl.lockf(locks, fcntl.LOCK_UN, 1, place)
 
 
 def is_kept() -> bool:
@@ -125,15 +128,34 @@ def is_kept() -> bool:
 
 
 def _locks() -> int | None:
-    """Open the file of locks; None if Inductor keeps nothing, or its folder takes no file."""
+    """Open the file of locks, once; None if Inductor keeps nothing, or its folder takes no file.
+
+    It stays open: whoever closes a file lets go of all locks that the process has in it.
+    """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     if not is_kept():
         return None
+    path = os.path.join(cache_dir(), LOCKS)
+    with _OPENING, contextlib.suppress(OSError):
+        if path in _opened and not _is_there(path, _opened[path]):
+            os.close(_opened.pop(path))
+        if path not in _opened:
+            _opened[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        return _opened[path]
+    return None
+
+
+_opened: dict[str, int] = {}
+_OPENING = threading.Lock()
+
+
+def _is_there(path: str, descriptor: int) -> bool:
+    """Return whether a file that is open is the one of this path still: folders are deleted."""
     try:
-        return os.open(os.path.join(cache_dir(), LOCKS), os.O_RDWR | os.O_CREAT, 0o666)
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except OSError:
-        return None
+        return False
 
 
 def _lock(locks: int, place: int, waits: bool) -> bool:

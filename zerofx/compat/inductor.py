@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from zerofx.compat.aot import scalar_hint, value_of
 from zerofx.compat.compile_cache import turn_to_compile
+from zerofx.compat.cpp_kernels import kernels_together
 from zerofx.worker import Worker
 
 
@@ -306,7 +307,8 @@ def compile_with_inductor(
             if any(_is_on_cpu(value) for values in examples for value in values):
                 prepare()
             patches = _patches(gm, itertools.chain.from_iterable(examples))
-            return compile_fx(gm, examples, config_patches=patches, **_donating(donated))
+            with kernels_together():
+                return compile_fx(gm, examples, config_patches=patches, **_donating(donated))
 
     return _in_thread_of_its_own(compile_region)
 
@@ -381,7 +383,8 @@ def compile_for_sizes(
             if any(map(_is_on_cpu, examples)):
                 prepare()
             given = {"config_patches": _patches(gm, examples), **_donating(donated)}
-            run = compile_fx(gm, [examples + known], **given)
+            with kernels_together():
+                run = compile_fx(gm, [examples + known], **given)
             # Of sizes: guards of tensors say where in a storage these lie, which may be anywhere.
             return run, shapes.produce_guards_expression(numbers(new, known), ignore_static=False)
 
@@ -534,7 +537,8 @@ def _compile_sums_last(gm: torch.fx.GraphModule, inputs: Sequence[Any], **option
         if node.op != "output":
             gm.graph.output_node().prepend(node)
     gm.recompile()
-    compiled = compile_fx_inner(gm, inputs, **options)
+    with kernels_together(inside=False):
+        compiled = compile_fx_inner(gm, inputs, **options)
     _let_go_of_the_lock(compiled)
     return compiled
 
@@ -550,17 +554,17 @@ def _let_go_of_the_lock(compiled: Any) -> None:
     call = runner.call if runner is not None else compiled.current_callable
     names = getattr(call, "__func__", call).__globals__
     for name, kernel in list(names.items()):
-        library = getattr(getattr(kernel, "__self__", None), "__file__", None)
-        if library is not None and getattr(kernel, "__name__", "") == "kernel":
-            names[name] = _WithoutLock(kernel, library)
+        if getattr(kernel, "__name__", "") == "kernel" and hasattr(kernel.__self__, "__file__"):
+            names[name] = _WithoutLock(kernel)
 
 
 class _WithoutLock:
     """A kernel as Inductor's binding of it: takes tensors, for their memory, and integers."""
 
-    def __init__(self, binding: Callable, library: str) -> None:
+    def __init__(self, binding: Any) -> None:
         self._binding = binding
-        self._kernel = ctypes.CDLL(library).kernel
+        module = binding.__self__
+        self._kernel = ctypes.CDLL(module.__file__)[getattr(module, "symbol", "kernel")]
         self._kernel.restype = None
 
     def __call__(self, *arguments: Any) -> None:

@@ -24,7 +24,7 @@ from zerofx.ir.mesh import EVERY_RANK
 from zerofx.ir.parameters import ParameterTable
 from zerofx.ir.roles import Role, role
 from zerofx.ir.rules import FILES, TO_HOST
-from zerofx.ir.sizes import hinted_bytes, hinted_tensor_bytes, tensor_bytes
+from zerofx.ir.sizes import hinted_bytes, hinted_tensor_bytes, is_symbolic, tensor_bytes
 
 aten = torch.ops.aten
 
@@ -455,7 +455,7 @@ def flops(node: fx.Node) -> int:
         return 0
 
     def sized(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):  # of known sizes, lest counting adds guards
+        if isinstance(value, torch.Tensor) and is_symbolic(value):  # lest counting adds guards
             sizes = [compat.aot.size_hint(size) for size in value.shape]
             return torch.empty(sizes, dtype=value.dtype, device="meta")
         return compat.aot.size_hint(value) if isinstance(value, torch.SymInt) else value

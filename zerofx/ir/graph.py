@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cached_property, partial
@@ -53,6 +53,7 @@ class Builder:
         self.graph = gm.graph
         self.inserted_by = inserted_by
         self.table = table
+        self._computed: dict[Hashable, Any] = {}  # by operator and operands' layouts
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -126,14 +127,39 @@ class Builder:
     def refresh(self, node: fx.Node) -> None:
         """Recompute ``meta["val"]`` from the arguments'; past torch's dispatch where it is ours.
 
-        Results of operators that run programs stay as they are.
+        Equal layers have it from the first.  Results of operators that run programs stay as they
+        are.
         """
         if compat.inductor.is_higher_order(node.target):
             return
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-        with self.fake_mode, torch.no_grad():
-            node.meta["val"] = (rules(node).fake or node.target)(*args, **kwargs)
+        call = node.target, _layout((node.args, *sorted(node.kwargs.items())))
+        is_known = None not in call and not mutated_inputs(node)
+        value = self._computed.get(call) if is_known else None
+        if value is None:
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+            with self.fake_mode, torch.no_grad():
+                value = (rules(node).fake or node.target)(*args, **kwargs)
+            if is_known:
+                self._computed[call] = value
+        node.meta["val"] = value
         node.meta.pop("tensor_meta", None)
+
+
+def _layout(value: Any) -> Hashable | None:
+    """Return what an operand's metadata are, where that is plain: equal ones give equal results."""
+    if isinstance(value, fx.Node):
+        value = value.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        sizes = (*value.shape, *value.stride(), value.storage_offset())
+        are_known = all(type(size) is int for size in sizes)
+        return (value.dtype, value.device, value.dim(), sizes) if are_known else None
+    if isinstance(value, (tuple, list)):
+        parts = tuple(map(_layout, value))
+        return None if None in parts else parts
+    return (type(value), value) if value is None or isinstance(value, _PLAIN) else None
+
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def last_use(nodes: Collection[fx.Node]) -> fx.Node:

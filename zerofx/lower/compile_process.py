@@ -13,11 +13,13 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Empty, Queue
 from typing import IO, Any
 
 from zerofx import compat
+from zerofx.compat.compile_cache import turn_to_compile
 from zerofx.ir.packing import unpacked
 from zerofx.lower.regions import compiled_region
 from zerofx.options import environment
@@ -150,12 +152,15 @@ def serve() -> None:
     while True:
         left += _arrived(waiting, wait=not left)
         left.sort(key=lambda work: len(work.packed), reverse=True)
-        work = next((one for one in left if _compile(one, waits=False)), None)
-        if work is None:  # other ranks are compiling all that are left
-            work = left[0]
-            _compile(work, waits=True)
-        left.remove(work)
-        pickle.dump(work.text, answers)
+        with contextlib.ExitStack() as turns:
+            done = _compile_together(left, turns)
+        if not done:  # other ranks are compiling all that are left
+            done = left[:1]
+            with turn_to_compile(done[0].text):
+                pass
+        for work in done:
+            left.remove(work)
+            pickle.dump(work.text, answers)
         answers.flush()
 
 
@@ -168,15 +173,25 @@ def _arrived(waiting: Queue[Work], wait: bool) -> list[Work]:
             return found
 
 
-def _compile(work: Work, waits: bool) -> bool:
-    """Compile something unless another process does; what fails is left to whoever needs it."""
-    with compat.compile_cache.turn_to_compile(work.text, waits) as is_mine:
-        if is_mine and not waits:
-            with contextlib.suppress(Exception):
-                (gm,), (sample, *others) = unpacked(work.packed)
-                values = [one.made() for one in sample]
-                if work.of_any_length:
-                    compat.inductor.CompiledForAnyLength(gm).compile(values)
-                else:
-                    compiled_region(gm, values, *others)
-    return is_mine
+def _compile_together(works: Sequence[Work], turns: contextlib.ExitStack) -> list[Work]:
+    """Compile what no other process does, until ``turns`` are over, and its C++ kernels together.
+
+    What fails is left to whoever needs it.
+    """
+    mine = []
+    with contextlib.suppress(Exception), compat.cpp_kernels.kernels_together():
+        for work in works:
+            if turns.enter_context(turn_to_compile(work.text, waits=False)):
+                mine.append(work)
+                with contextlib.suppress(Exception):
+                    _compile(work)
+    return mine
+
+
+def _compile(work: Work) -> None:
+    (gm,), (sample, *others) = unpacked(work.packed)
+    values = [one.made() for one in sample]
+    if work.of_any_length:
+        compat.inductor.CompiledForAnyLength(gm).compile(values)
+    else:
+        compiled_region(gm, values, *others)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import operator
+import os
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
 from zerofx import compat
@@ -26,6 +29,7 @@ from zerofx.ir.regions import shared_by_layers
 from zerofx.ir.roles import Role, role
 from zerofx.ir.sizes import is_symbolic
 from zerofx.ir.source import call_text, layout_text
+from zerofx.options import ranks_of_machine
 from zerofx.runtime.memory.flat import without_base
 
 logger = logging.getLogger("zerofx")
@@ -321,9 +325,14 @@ class CompiledRegion(nn.Module):
             return False
         return self.sample is not None and self._find(self.sample) is None
 
-    def compile_ahead(self, waits: bool = True) -> bool:
-        """Compile for what was captured; return False if another one does, unless it waits."""
-        with compat.compile_cache.turn_to_compile(self.text, waits) as is_mine:
+    def compile_ahead(self, waits: bool = True, turns: contextlib.ExitStack | None = None) -> bool:
+        """Compile for what was captured; return False if another one does, unless it waits.
+
+        Its turn is over with ``turns``, or at once.
+        """
+        with contextlib.ExitStack() as own:
+            turn = compat.compile_cache.turn_to_compile(self.text, waits)
+            is_mine = (turns or own).enter_context(turn)
             if is_mine:
                 assert self.sample is not None
                 self.compiled.append(self._compile(self.sample))
@@ -462,12 +471,39 @@ def compile_regions(program: nn.Module) -> Iterator[CompiledRegion]:
     """
     left = to_compile(program)
     while left:
-        region = next((one for one in left if one.compile_ahead(waits=False)), None)
-        if region is None:  # others are compiling all that are left
-            region = left[0]
+        with contextlib.ExitStack() as turns:
+            mine = _compile_together(left, turns)
+        if not mine:  # others are compiling all that are left
+            mine = left[:1]
+            mine[0].compile_ahead()
+        left = [region for region in left if region not in mine]
+        yield from mine
+
+
+def _compile_together(
+    regions: Sequence[CompiledRegion], turns: contextlib.ExitStack
+) -> list[CompiledRegion]:
+    """Compile those regions that no other process does, and their C++ kernels together."""
+    mine = []
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    at_once = _cores() // ranks_of_machine(world_size)
+    try:
+        with compat.cpp_kernels.kernels_together(at_once):
+            for region in regions:
+                if region.compile_ahead(waits=False, turns=turns):
+                    mine.append(region)
+    except Exception:  # of a kernel: of which region, it does not say
+        for region in mine:
+            del region.compiled[-1]
             region.compile_ahead()
-        left.remove(region)
-        yield region
+    return mine
+
+
+def _cores() -> int:
+    """Return the number of processor cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def to_compile(program: nn.Module) -> list[CompiledRegion]:

@@ -284,7 +284,7 @@ def _run_fake(node: fx.Node) -> torch.Tensor:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     try:
         with node.meta["val"].fake_mode, torch.no_grad():
-            return node.target(*args, **kwargs)
+            return (ops.rules(node).fake or node.target)(*args, **kwargs)
     except Exception as error:
         raise broken(node, f"refuses its operands: {error}") from error
 
