@@ -121,6 +121,7 @@ class CompiledFunction:
         # What the user wrote is checked where it is written.
         choose(self.user_options, {}, is_complete=False)
         self.options: Options | None = None
+        self._compiles_for_cpu = False  # with the options, regions before they run
         self.communicator: Communicator  # found with the options
         self.agreement: Agreement
         self.code: types.CodeType | None = None
@@ -269,7 +270,7 @@ class CompiledFunction:
             code = compat.dynamo.code_being_compiled()
             self._refuse_runaway(code, {id(tensor) for tensor in capture.tensors})
             with self.first_call.part("AOTAutograd"):
-                compiled = capture.lower(self._run_passes, self._is_kept())
+                compiled = capture.lower(self._run_passes, self._is_kept(), self._warm_up)
             self.programs[-1].given(code, compiled)
             weakref.finalize(compiled, self.backend.dropped.add, code).atexit = False
             return compiled
@@ -287,6 +288,11 @@ class CompiledFunction:
         starting = [meeting for start, meeting in self.starting.values() if not start.is_over]
         for meeting in (self.agreement, *starting):
             meeting.fail(f"{type(error).__name__}: {error}")
+
+    def _warm_up(self) -> None:
+        """Do, while another rank traces, what the first region to be compiled needs."""
+        if self._compiles_for_cpu:
+            compat.rehearsal.warm_up()
 
     def _is_kept(self) -> bool:
         """Return whether programs of earlier starts are taken, and this one's kept for later ones.
@@ -523,13 +529,8 @@ class CompiledFunction:
         options = stopped(choose(self.user_options))
         if not options.may_lack_data:
             self.calling_with = None
-        if (options.lowering, options.start, device.type) == (
-            "inductor",
-            "compiled",
-            "cpu",
-        ):
-            compat.inductor.import_inductor()
-            compat.inductor.prepare_beside()
+        how = options.lowering, options.start, device.type
+        self._compiles_for_cpu = how == ("inductor", "compiled", "cpu")
         is_used = options.stage == 3 or options.offload
         if options.memory_budget is not None and not is_used:
             logger.warning(
@@ -541,6 +542,9 @@ class CompiledFunction:
             group = default_group(environment(), device)
         self._group = group
         self.communicator = Communicator.of(group, options.stage_outside)
+        if self._compiles_for_cpu and self.communicator.world_size == 1:
+            compat.inductor.import_inductor()
+            compat.inductor.prepare_beside()
         self.code = compat.dynamo.code_being_compiled()
         self.name = f"{self.code.co_name}{self.number}"
         group = self.communicator.group

@@ -90,7 +90,8 @@ def test_they_are_compiled_in_as_many_files_as_asked_for_and_at_the_end_of_the_o
     cache, built
 ):
     gms, inputs = graphs((1.5, 2.5, 3.5))
-    with kernels_together(2):
+    with kernels_together() as kernels:
+        kernels.at_once = 2
         for gm in gms:
             with kernels_together():
                 compile_fx(gm, inputs)
@@ -179,15 +180,15 @@ def test_a_region_whose_kernel_fails_does_not_take_others_with_it(cache, monkeyp
         assert region.is_to_compile, number
     root = torch.nn.Sequential(*made)
     failing = []
-    original = cpp_kernels._Kernels.compile
+    original = cpp_kernels.Kernels.compile
 
-    def compile(self, at_once):
+    def compile(self):
         if not failing:
-            failing.append(at_once)
+            failing.append(self)
             raise RuntimeError("of one of them")
-        original(self, at_once)
+        original(self)
 
-    monkeypatch.setattr(cpp_kernels._Kernels, "compile", compile)
+    monkeypatch.setattr(cpp_kernels.Kernels, "compile", compile)
     assert set(regions.compile_regions(root)) == set(made)
     assert failing and all(len(one.compiled) == 1 and not one.is_to_compile for one in made)
     assert not [record for record in caplog.records if "cannot compile" in record.getMessage()]

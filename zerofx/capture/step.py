@@ -284,16 +284,22 @@ class StepCapture:
             )
 
     def lower(
-        self, compiler: Callable[[CapturedStep], Callable], is_kept: bool = False
+        self,
+        compiler: Callable[[CapturedStep], Callable],
+        is_kept: bool = False,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> Callable:
         """Lower to aten and give the captured step to ``compiler``; return AOT's callable.
 
         If it ``is_kept``, an earlier start's program is taken that was captured of the same, or
-        another rank's: one of them traces, and the others wait for what it keeps.
+        another rank's: one of them traces, and the others do ``meanwhile`` what they would later,
+        and wait for what it keeps.
         """
         key = self._key() if is_kept else ""
         with contextlib.ExitStack() as turn:
             if key and not turn.enter_context(turn_to_compile(key, waits=False)):
+                if compat.compile_cache.kept(key) is None:
+                    meanwhile()
                 with turn_to_compile(key):
                     pass  # what cannot be kept, all but the first trace at the same time
             return self._lower(compiler, key, turn)

@@ -22,28 +22,30 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def kernels_together(at_once: int = 1, inside: bool = True) -> Iterator[None]:
-    """Compile at the end all C++ kernels that Inductor wants in here, in ``at_once`` compilations.
+def kernels_together() -> Iterator[Kernels]:
+    """Compile at the end all C++ kernels that Inductor wants in here.
 
-    Each kernel is then where Inductor looks for it, in this process and in others.  If it is
-    ``inside`` of another such context, they are compiled at the end of that one.
+    Each kernel is then where Inductor looks for it, in this process and in others.  Inside of
+    another such context, that is at the end of the outer one.
 
     Raises: what the C++ compiler says of a kernel that it cannot compile.
     """
-    if sys.platform == "win32" or (inside and _TOGETHER.get() is not None):
-        yield
+    around = _TOGETHER.get()
+    if around is not None:
+        yield around
         return
-    _hand_over_kernels()
-    kernels = _Kernels()
+    kernels = Kernels()
+    if sys.platform != "win32":
+        _hand_over_kernels()
     token = _TOGETHER.set(kernels)
     try:
-        yield
+        yield kernels
     finally:
         _TOGETHER.reset(token)
-    kernels.compile(at_once)
+    kernels.compile()
 
 
-_TOGETHER: contextvars.ContextVar[_Kernels | None] = contextvars.ContextVar(
+_TOGETHER: contextvars.ContextVar[Kernels | None] = contextvars.ContextVar(
     "kernels together", default=None
 )
 
@@ -83,10 +85,16 @@ class _Later:
         self.load()(*arguments)
 
 
-class _Kernels:
-    """The kernels that Inductor wants in one context, and the modules that they are wanted in."""
+class Kernels:
+    """The kernels that Inductor wants in one context, and the modules that they are wanted in.
+
+    They are compiled in as many files as are compiled ``at_once``; then what is to be done
+    ``afterwards`` is done.
+    """
 
     def __init__(self) -> None:
+        self.at_once = 1
+        self.afterwards: list[Callable[[], object]] = []
         self.scopes: list[dict[str, Any]] = []
         self._builds: list[Callable[[], None]] = []
 
@@ -103,7 +111,7 @@ class _Kernels:
         done.set_result(None)
         return done
 
-    def compile(self, at_once: int) -> None:
+    def compile(self) -> None:
         """Compile all of them, and put them in their modules."""
         alike: dict[tuple, list[_Source]] = defaultdict(list)
         jobs: list[Callable[[], None]] = []
@@ -115,9 +123,9 @@ class _Kernels:
                 alike[source.options].append(source)
         for sources in alike.values():
             sources.sort(key=lambda one: len(one.body), reverse=True)
-            parts = min(max(at_once, 1), len(sources))
+            parts = min(self.at_once, len(sources))
             jobs += [functools.partial(_compile, sources[part::parts]) for part in range(parts)]
-        with ThreadPoolExecutor(max(at_once, 1)) as pool:
+        with ThreadPoolExecutor(self.at_once) as pool:
             for future in [pool.submit(job) for job in jobs]:
                 # What has failed is compiled by itself below, and its error is for that one.
                 with contextlib.suppress(Exception):
@@ -126,6 +134,8 @@ class _Kernels:
             for name, value in list(scope.items()):
                 if isinstance(value, _Later):
                     scope[name] = value.load()
+        for do in self.afterwards:
+            do()
 
 
 @dataclass(frozen=True)

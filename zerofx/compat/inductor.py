@@ -6,16 +6,20 @@ import contextlib
 import contextvars
 import ctypes
 import functools
+import hashlib
 import importlib
 import itertools
+import os
 import pickle
 import pickletools
+import subprocess
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -30,7 +34,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from zerofx.compat.aot import scalar_hint, value_of
-from zerofx.compat.compile_cache import turn_to_compile
+from zerofx.compat.compile_cache import is_kept, keep, kept, turn_to_compile
 from zerofx.compat.cpp_kernels import kernels_together
 from zerofx.worker import Worker
 
@@ -90,6 +94,32 @@ def prepare_beside() -> threading.Event:
 _PREPARING = threading.Lock()
 
 
+def _compiles(kind: Any, code: str) -> bool:
+    """Return whether the C++ compiler makes this kind of vector instructions of this code.
+
+    Inductor's own test includes torch's headers, links and loads what comes of that, 1.2 s of a
+    processor, to see whether torch has functions of such vectors too.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    compiler, flags = get_cpp_compiler(), kind.build_arch_flags().split()
+    version = subprocess.run([compiler, "--version"], capture_output=True).stdout
+    found = repr((compiler, version, flags, code, torch.__version__, torch.__file__))
+    key = hashlib.sha256(found.encode()).hexdigest()
+    if is_kept() and kept(key) is not None:
+        return True
+    if "ATen" in code:
+        library = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
+        if not hasattr(ctypes.CDLL(library), f"Sleef_expf{kind.bit_width() // 32}_u10"):
+            return False
+        code = ""
+    command = [compiler, *flags, "-c", "-o", os.devnull, "-x", "c++", "-"]
+    compiles = subprocess.run(command, input=code.encode(), capture_output=True).returncode == 0
+    if compiles and is_kept():
+        keep(key, b"compiles")
+    return compiles
+
+
 @functools.cache
 def _prepare() -> None:
     """Do as ``prepare`` does.
@@ -108,10 +138,13 @@ def _prepare() -> None:
         flags = cpu_vec_isa.x86_isa_checker()  # none of another processor
         kinds = cpu_vec_isa.supported_vec_isa_list
         widest = next((kind for kind in kinds if set(str(kind).split()) <= set(flags)), None)
-        if widest is not None and widest:
-            with config.patch({"cpp.vec_isa_ok": True}):
-                cpu_vec_isa.valid_vec_isa_list()  # which keeps what it finds
-        cpu_vec_isa.pick_vec_isa()
+        is_linux = sys.platform == "linux" and widest is not None
+        trying = mock.patch.object(cpu_vec_isa.VecISA, "check_build", _compiles)
+        with trying if is_linux else contextlib.nullcontext():
+            if widest is not None and widest:
+                with config.patch({"cpp.vec_isa_ok": True}):
+                    cpu_vec_isa.valid_vec_isa_list()  # which keeps what it finds
+            cpu_vec_isa.pick_vec_isa()
     with contextlib.suppress(Exception):  # what its cache's keys begin with: hashes of its sources
         codecache.torch_key()
         codecache.CacheBase.get_system()
@@ -268,7 +301,7 @@ def _patches(gm: torch.fx.GraphModule, inputs: Iterable[Any]) -> dict[str, Any]:
     is_alike = any(node.meta.get(ALIKE) for node in gm.graph.find_nodes(op="placeholder"))
     if not is_alike or not hasattr(config, "deterministic"):
         return IN_ORDER
-    on_device = any(isinstance(one, torch.Tensor) and not _is_on_cpu(one) for one in inputs)
+    on_device = any(isinstance(one, torch.Tensor) and not is_on_cpu(one) for one in inputs)
     return {**IN_ORDER, "deterministic": True} if on_device else IN_ORDER
 
 
@@ -304,7 +337,7 @@ def compile_with_inductor(
     def compile_region() -> Callable:
         with torch.no_grad(), tracing(TracingContext(fakes)):
             examples = [list(map(static, values)) for values in inputs]
-            if any(_is_on_cpu(value) for values in examples for value in values):
+            if any(is_on_cpu(value) for values in examples for value in values):
                 prepare()
             patches = _patches(gm, itertools.chain.from_iterable(examples))
             with kernels_together():
@@ -380,7 +413,7 @@ def compile_for_sizes(
         with torch.no_grad(), tracing(TracingContext(fakes)), uncached:
             new, known = list(map(in_symbols, like)), list(map(number, places))
             examples = [one.made(fakes) for one in new]
-            if any(map(_is_on_cpu, examples)):
+            if any(map(is_on_cpu, examples)):
                 prepare()
             given = {"config_patches": _patches(gm, examples), **_donating(donated)}
             with kernels_together():
@@ -399,7 +432,8 @@ def compile_for_sizes(
     return (lambda inputs: run(with_symbols(inputs))), holds_for
 
 
-def _is_on_cpu(value: Any) -> bool:
+def is_on_cpu(value: Any) -> bool:
+    """Return whether a value is a tensor on a CPU, which Inductor makes C++ kernels for."""
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
@@ -501,6 +535,10 @@ class CompiledForAnyLength:
         compile_now = functools.partial(self._compile, inputs)
         self._compiled[_kinds(inputs)] = _in_thread_of_its_own(compile_now)
 
+    def forget(self, inputs: Sequence[Any]) -> None:
+        """Have it compiled for such inputs once more."""
+        self._compiled.pop(_kinds(inputs), None)
+
     def leave(self, text: str) -> None:
         """Have what is of this text run operator by operator."""
         self._left.add(text)
@@ -537,9 +575,9 @@ def _compile_sums_last(gm: torch.fx.GraphModule, inputs: Sequence[Any], **option
         if node.op != "output":
             gm.graph.output_node().prepend(node)
     gm.recompile()
-    with kernels_together(inside=False):
+    with kernels_together() as kernels:
         compiled = compile_fx_inner(gm, inputs, **options)
-    _let_go_of_the_lock(compiled)
+        kernels.afterwards.append(functools.partial(_let_go_of_the_lock, compiled))
     return compiled
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import contextvars
+import operator
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofx.compat.inductor import Like
+from zerofx.compat.inductor import Like, compile_with_inductor, prepare
 
 
 def watch(
@@ -120,6 +121,21 @@ def without_kernels() -> Iterator[None]:
                 yield
         finally:
             _REHEARSES.reset(token)
+
+
+def warm_up() -> None:
+    """Import what compiling needs, and compile something small, but for its kernel.
+
+    Of the first graph that Inductor compiles, half a second goes to what it makes once.
+    """
+    prepare()
+    with contextlib.suppress(Exception):  # what is compiled in earnest says what is wrong
+        graph = torch.fx.Graph()
+        value = graph.call_function(operator.getitem, (graph.placeholder("values"), 0))
+        graph.output((graph.call_function(torch.ops.aten.sin.default, (value,)),))
+        with without_kernels():
+            gm = torch.fx.GraphModule(torch.nn.Module(), graph)
+            compile_with_inductor(gm, [[torch.empty(4, device="cpu")]])
 
 
 _REHEARSES = contextvars.ContextVar("rehearses", default=False)

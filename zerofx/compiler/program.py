@@ -24,7 +24,7 @@ from zerofx.ir.interface import recorded
 from zerofx.ir.parameters import ParameterTable
 from zerofx.lower.at_once import AtOnce
 from zerofx.lower.lowering import lower
-from zerofx.lower.regions import errors_of
+from zerofx.lower.regions import KernelAhead, errors_of
 from zerofx.options import Options, ranks_of_machine
 from zerofx.order.check import CHECK
 from zerofx.passes.base import PassContext
@@ -188,7 +188,9 @@ class Program:
         if self.at_once is None or self.at_once.step:  # another program has begun
             if self.at_once is not None:
                 self.at_once.join(runtime.program)
-            self.first_call.compile_regions(runtime.program)
+            graph = self.lowered.gm.graph
+            kernels = KernelAhead.all_of(lambda: runtime.steps.ask_for_kernels(graph))
+            self.first_call.compile_regions(runtime.program, kernels)
         else:
             self.at_once.add(runtime.program)
         level = logging.INFO if self.number == 0 else logging.DEBUG

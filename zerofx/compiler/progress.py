@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 import torch.distributed as dist
@@ -63,13 +63,15 @@ class FirstCall:
             self._count()
             self._under_way.pop()
 
-    def compile_regions(self, program: nn.Module) -> None:
-        """Compile a program's regions, and say how many are ready."""
-        total = len(regions.to_compile(program))
+    def compile_regions(
+        self, program: nn.Module, kernels: Sequence[regions.KernelAhead] = ()
+    ) -> None:
+        """Compile a program's regions, and kernels of updates, and say how many are ready."""
+        total = len(regions.to_compile(program)) + len(kernels)
         with self.part("compiling regions"):
             self._done = f" (0 of {total})"
             try:
-                for number, _ in enumerate(regions.compile_regions(program), 1):
+                for number, _ in enumerate(regions.compile_regions(program, kernels), 1):
                     self._done = f" ({number} of {total})"
             finally:
                 self._done = ""

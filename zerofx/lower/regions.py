@@ -14,11 +14,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 
 from zerofx import compat
-from zerofx.compat.inductor import Like
+from zerofx.compat.inductor import CompiledForAnyLength, Like
 from zerofx.ir import ops
 from zerofx.ir.aliases import aliased_inputs, memory_of, mutated_inputs, uses
 from zerofx.ir.graph import is_random
@@ -29,7 +28,6 @@ from zerofx.ir.regions import shared_by_layers
 from zerofx.ir.roles import Role, role
 from zerofx.ir.sizes import is_symbolic
 from zerofx.ir.source import call_text, layout_text
-from zerofx.options import ranks_of_machine
 from zerofx.runtime.memory.flat import without_base
 
 logger = logging.getLogger("zerofx")
@@ -338,6 +336,15 @@ class CompiledRegion(nn.Module):
                 self.compiled.append(self._compile(self.sample))
         return is_mine
 
+    @property
+    def inputs(self) -> Sequence[Any] | None:
+        """What it is compiled for before it runs."""
+        return self.sample
+
+    def forget(self) -> None:
+        """Have it compiled once more, for what it has been compiled for last."""
+        del self.compiled[-1]
+
     def take(self) -> None:
         """Run what is compiled from now on."""
         if self.is_to_compile:
@@ -462,14 +469,60 @@ def compiled_region(
     return run, lambda others: _layouts(others) == layouts
 
 
-def compile_regions(program: nn.Module) -> Iterator[CompiledRegion]:
-    """Compile each distinct region of a program for what was captured, before it runs.
+class KernelAhead:
+    """An update's kernel that is compiled before the program first runs, with its regions."""
+
+    def __init__(self, kernel: CompiledForAnyLength, inputs: Sequence[Any]) -> None:
+        self.kernel, self.inputs = kernel, inputs
+        self.text = kernel.text(inputs)
+
+    @classmethod
+    def all_of(cls, ask: Callable[[], object]) -> list[KernelAhead]:
+        """Return the kernels that would be compiled while something asks for them."""
+        found: dict[str, KernelAhead] = {}
+
+        def later(kernel: CompiledForAnyLength, inputs: Sequence[Any]) -> bool:
+            one = cls(kernel, inputs)
+            found.setdefault(one.text, one)
+            return True
+
+        token = compat.inductor.AT_ONCE.set(later)
+        try:
+            ask()
+        finally:
+            compat.inductor.AT_ONCE.reset(token)
+        return list(found.values())
+
+    def compile_ahead(self, waits: bool = True, turns: contextlib.ExitStack | None = None) -> bool:
+        """Compile it; return False if another process does, unless it waits.
+
+        What fails is left to its first run.
+        """
+        with contextlib.ExitStack() as own:
+            turn = compat.compile_cache.turn_to_compile(self.text, waits)
+            is_mine = (turns or own).enter_context(turn)
+            if is_mine:
+                with contextlib.suppress(Exception):
+                    self.kernel.compile(self.inputs)
+        return is_mine
+
+    def forget(self) -> None:
+        """Have it compiled once more."""
+        self.kernel.forget(self.inputs)
+
+
+def compile_regions(
+    program: nn.Module, kernels: Sequence[KernelAhead] = ()
+) -> Iterator[CompiledRegion | KernelAhead]:
+    """Compile each distinct region of a program, and ``kernels``, before it runs.
 
     The processes of a machine that need the same regions divide them among themselves: each takes
     the largest that no other one is compiling, and at last finds in Inductor's cache what others
-    have compiled.  Yields each region that this process has then.
+    have compiled.  Yields each that this process has then.
     """
-    left = to_compile(program)
+    left: list[CompiledRegion | KernelAhead] = [*to_compile(program), *kernels]
+    if any(compat.inductor.is_on_cpu(value) for one in left for value in one.inputs or ()):
+        compat.inductor.prepare()  # others compile meanwhile, and wait for no region of this one
     while left:
         with contextlib.ExitStack() as turns:
             mine = _compile_together(left, turns)
@@ -481,20 +534,22 @@ def compile_regions(program: nn.Module) -> Iterator[CompiledRegion]:
 
 
 def _compile_together(
-    regions: Sequence[CompiledRegion], turns: contextlib.ExitStack
-) -> list[CompiledRegion]:
-    """Compile those regions that no other process does, and their C++ kernels together."""
-    mine = []
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    at_once = _cores() // ranks_of_machine(world_size)
+    regions: Sequence[CompiledRegion | KernelAhead], turns: contextlib.ExitStack
+) -> list[CompiledRegion | KernelAhead]:
+    """Compile those regions that no other process does, and their C++ kernels together.
+
+    On its share of the cores: if it has all regions, that is all of them.
+    """
+    mine: list[CompiledRegion | KernelAhead] = []
     try:
-        with compat.cpp_kernels.kernels_together(at_once):
+        with compat.cpp_kernels.kernels_together() as kernels:
             for region in regions:
                 if region.compile_ahead(waits=False, turns=turns):
                     mine.append(region)
+            kernels.at_once = max(1, _cores() * len(mine) // len(regions))
     except Exception:  # of a kernel: of which region, it does not say
         for region in mine:
-            del region.compiled[-1]
+            region.forget()
             region.compile_ahead()
     return mine
 

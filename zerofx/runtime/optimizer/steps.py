@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ from torch import fx
 from zerofx.codegen.kernels import Keep
 from zerofx.codegen.rewrite.gradient_work import GradientWork, squares_of
 from zerofx.codegen.rewrite.storage import Precision
+from zerofx.ir import ops
 from zerofx.ir.effects import (
     gradients_read_after_update,
     groups_on_host,
@@ -18,10 +20,11 @@ from zerofx.ir.effects import (
     taking_own_steps,
 )
 from zerofx.ir.graph import updates
+from zerofx.ir.interface import gradient_work
 from zerofx.runtime.comm.communication import Communicator
 from zerofx.runtime.optimizer.lazy_states import unread
 from zerofx.runtime.optimizer.setup import ProgramSetup, Trained, UpdateSettings
-from zerofx.runtime.optimizer.update import Fused, OptimizerRunner
+from zerofx.runtime.optimizer.update import FEWEST_ELEMENTS, Fused, OptimizerRunner
 from zerofx.runtime.parameters.registry import REGISTRY
 from zerofx.runtime.parameters.snapshots import SNAPSHOTS
 
@@ -76,6 +79,26 @@ class OptimizerSteps:
         self._delayed = setup.delayed
         self._updated: dict[int, set[int]] = {}  # in the step that is under way
         self._found_inf: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    def ask_for_kernels(self, graph: fx.Graph) -> None:
+        """Make the kernels of a program's first updates on the device ready, and run nothing."""
+        asked = set()
+        for node in graph.find_nodes(op="call_function", target=ops.update_together):
+            values, grads, optimizer, parameters = node.args[:4]
+            runner = self.runners[optimizer]
+            elements = sum(value.meta["val"].numel() for value in values)
+            if not runner.settings.sharded or elements < FEWEST_ELEMENTS:
+                continue
+            given = [one.meta["val"] for one in ops.argument(node, "coefficients") or ()]
+            coefficients = [torch.ones((), dtype=one.dtype, device=one.device) for one in given]
+            squares = ops.argument(node, "norm") is not None
+            dtypes = values[0].meta["val"].dtype, grads[0].meta["val"].dtype
+            kind = (optimizer, *dtypes, ops.argument(node, "work"), squares)
+            if kind not in asked:
+                asked.add(kind)
+                with contextlib.suppress(Exception):  # its first run says what is wrong
+                    fused = Fused(gradient_work(node), coefficients, squares)
+                    runner.ask_for_kernel(parameters[0], dtypes[1], fused)
 
     def host_bytes(self) -> int:
         """Bytes of optimizer states in host memory."""

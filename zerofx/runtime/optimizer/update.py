@@ -176,6 +176,26 @@ class OptimizerRunner(TracedOptimizer):
                 self.owned.divide(traced.update, parameter.info)
         self._groups = None
 
+    @torch.no_grad()
+    def ask_for_kernel(self, parameter: int, gradient_dtype: torch.dtype, fused: Fused) -> None:
+        """Make the kernel of a first update ready, with shards of two elements, and run nothing.
+
+        Neighbours have the same one.  None is asked for where the first update goes on from no
+        zeros, or there are states already: that comes to its kernel when it first runs.
+        """
+        info = self.parameters[parameter].info
+        is_new = not self.live_optimizer().state.get(self.parameters[parameter].user())
+        if not is_new or parameter in self.settings.owned or runs_triton(info.device):
+            return
+        data = torch.empty(2, dtype=info.dtype, device=info.device)
+        grad = torch.empty_like(data, dtype=gradient_dtype)
+        self.begin()
+        piece = self.piece([(data, grad, parameter)])
+        if (states := self._zero_states(piece, fused)) is not None:
+            self._ready(piece._replace(values=states), fused)
+            self._known_runs.pop(piece.indices, None)
+        self._groups = None
+
     def run(self, data: Tensor, grad: Tensor, parameter: int) -> Tensor:
         """Update ``data`` in place with ``grad``, and this parameter's state; return ``data``.
 
@@ -338,15 +358,22 @@ class OptimizerRunner(TracedOptimizer):
                 ready = self._ready(piece._replace(values=values), fused)
         return ready
 
-    @torch.no_grad()
     def _begin_states(self, piece: Piece, fused: Fused) -> bool:
         """Keep zeros as the states of a piece without any, if its first update goes on from these.
 
         It then runs the kernel that later ones will: this one is not compiled at all.
         """
+        states = self._zero_states(piece, fused)
+        if states is not None:
+            self.keep_state(piece, states)
+        return states is not None
+
+    @torch.no_grad()
+    def _zero_states(self, piece: Piece, fused: Fused) -> dict[str, Any] | None:
+        """Return zeros that a piece's first update goes on from as later ones do; None for none."""
         kernels = self.host_kernels if piece.group.on_host else self.kernels
         if not self.storage.precision.is_plain:
-            return False
+            return None
 
         def given(traced: Traced) -> tuple[Update, Program, list[Any]]:
             options = (piece.data, piece.grad, fused.work, fused.gives_squares)
@@ -360,11 +387,10 @@ class OptimizerRunner(TracedOptimizer):
             first = given(traced)
             states = zero_states(*first, piece.data)
             if not states or not self._holds_for_all(traced, piece):
-                return False
+                return None
             if goes_on(first, given(self.traced(piece._replace(values=states)))):
-                self.keep_state(piece, states)
-                return True
-        return False
+                return states
+        return None
 
     def _again(self, piece: Piece, fused: Fused) -> ReadyUpdate | None:
         """Return the run of a piece as in the last step; None if anything but numbers differs."""
