@@ -113,7 +113,7 @@ def _compiles(kind: Any, code: str) -> bool:
         if not hasattr(ctypes.CDLL(library), f"Sleef_expf{kind.bit_width() // 32}_u10"):
             return False
         code = ""
-    command = [compiler, *flags, "-c", "-o", os.devnull, "-x", "c++", "-"]
+    command = [compiler, "-march=native", *flags, "-c", "-o", os.devnull, "-x", "c++", "-"]
     compiles = subprocess.run(command, input=code.encode(), capture_output=True).returncode == 0
     if compiles and is_kept():
         keep(key, b"compiles")

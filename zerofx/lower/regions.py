@@ -518,40 +518,44 @@ def compile_regions(
 
     The processes of a machine that need the same regions divide them among themselves: each takes
     the largest that no other one is compiling, and at last finds in Inductor's cache what others
-    have compiled.  Yields each that this process has then.
+    have compiled.  Yields each that this process has come to: its C++ is compiled with that of
+    those that follow.
     """
     left: list[CompiledRegion | KernelAhead] = [*to_compile(program), *kernels]
     if any(compat.inductor.is_on_cpu(value) for one in left for value in one.inputs or ()):
         compat.inductor.prepare()  # others compile meanwhile, and wait for no region of this one
     while left:
+        mine = []
         with contextlib.ExitStack() as turns:
-            mine = _compile_together(left, turns)
+            for one in _compiled_together(left, turns):
+                mine.append(one)
+                yield one
         if not mine:  # others are compiling all that are left
             mine = left[:1]
             mine[0].compile_ahead()
-        left = [region for region in left if region not in mine]
-        yield from mine
+            yield mine[0]
+        left = [one for one in left if one not in mine]
 
 
-def _compile_together(
-    regions: Sequence[CompiledRegion | KernelAhead], turns: contextlib.ExitStack
-) -> list[CompiledRegion | KernelAhead]:
-    """Compile those regions that no other process does, and their C++ kernels together.
+def _compiled_together(
+    left: Sequence[CompiledRegion | KernelAhead], turns: contextlib.ExitStack
+) -> Iterator[CompiledRegion | KernelAhead]:
+    """Compile what no other process does, and at the end its C++ kernels together.
 
-    On its share of the cores: if it has all regions, that is all of them.
+    On its share of the cores: of what is all its own, on all of them.
     """
     mine: list[CompiledRegion | KernelAhead] = []
     try:
         with compat.cpp_kernels.kernels_together() as kernels:
-            for region in regions:
-                if region.compile_ahead(waits=False, turns=turns):
-                    mine.append(region)
-            kernels.at_once = max(1, _cores() * len(mine) // len(regions))
-    except Exception:  # of a kernel: of which region, it does not say
-        for region in mine:
-            region.forget()
-            region.compile_ahead()
-    return mine
+            for one in left:
+                if one.compile_ahead(waits=False, turns=turns):
+                    mine.append(one)
+                    yield one
+            kernels.at_once = max(1, _cores() * len(mine) // len(left))
+    except Exception:  # of a kernel: of which one, it does not say
+        for one in mine:
+            one.forget()
+            one.compile_ahead()
 
 
 def _cores() -> int:
