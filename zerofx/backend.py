@@ -516,10 +516,12 @@ class CompiledFunction:
             # In a record, where a number is to be the same on all ranks and in each training.
             number = sum(common for _, common in self.starting)
             name = f"{self.name}_{number}" if is_common else self.name
-            ranks, cores = ranks_of_machine(self.communicator.world_size), os.sched_getaffinity(0)
-            pause = 0.0 if len(cores) >= 2 * ranks else PAUSE
+            ranks = ranks_of_machine(self.communicator.world_size)
+            cores = len(os.sched_getaffinity(0)) // ranks
+            pause = 0.0 if cores >= 2 else PAUSE
             record = self.record if is_common else None
-            self.starting[key] = AtOnce(name, exchange, record, pause), agreement
+            start = AtOnce(name, exchange, record, pause, threads=max(1, cores - 1))
+            self.starting[key] = start, agreement
         return self.starting[key][0]
 
     def _first_compilation(self, device: torch.device) -> None:

@@ -192,6 +192,7 @@ class Program:
             kernels = KernelAhead.all_of(lambda: runtime.steps.ask_for_kernels(graph))
             self.first_call.compile_regions(runtime.program, kernels)
         else:
+            compat.inductor.import_inductor()  # beside the next steps it would slow them down
             self.at_once.add(runtime.program)
         level = logging.INFO if self.number == 0 else logging.DEBUG
         if logger.isEnabledFor(level):

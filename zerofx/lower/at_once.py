@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from zerofx import compat
@@ -150,11 +151,13 @@ class AtOnce:
         exchange: Exchange,
         record: Record | None = None,
         pause: float = 0.0,
+        threads: int | None = None,
     ) -> None:
         self.name = name  # of the program
         self.exchange = exchange
         self.record = record
         self.pause = pause  # before a step, times what the last one took
+        self.threads = threads  # the most that a step has while the process compiles
         self._took_s = 0.0
         self._takes_s = TAKES_S
         self.step = 0
@@ -225,7 +228,8 @@ class AtOnce:
         token = compat.inductor.AT_ONCE.set(self._later)
         begun_s = time.perf_counter()
         try:
-            yield
+            with self._beside_the_process():
+                yield
         finally:
             compat.inductor.AT_ONCE.reset(token)
         self._took_s = time.perf_counter() - begun_s
@@ -235,6 +239,19 @@ class AtOnce:
             for work in self._works:
                 self._process.compile(work)
             self._works.clear()
+
+    @contextlib.contextmanager
+    def _beside_the_process(self) -> Iterator[None]:
+        """Leave the process a core: an operator waits for the last of its threads."""
+        threads = torch.get_num_threads()
+        if self._process is None or self.threads is None or threads <= self.threads:
+            yield
+            return
+        torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def _later(self, kernel: CompiledForAnyLength, inputs: Sequence[Any]) -> bool:
         """Have an update's kernel compiled; return whether it is taken over later."""
