@@ -6,6 +6,7 @@ import weakref
 from unittest import mock
 
 import pytest
+import sympy
 import torch
 import torch._inductor.config
 from torch import fx, nn
@@ -521,6 +522,41 @@ def test_what_inductor_has_assumed_of_sizes_is_checked():
     assert holds_for([part]), "where it lies in a storage does not matter"
     assert run([part])[0].equal(torch.arange(6.0) + 1)
     assert compat.inductor.compile_for_sizes(gm, [torch.ones(12)[::2]], like) is None
+
+
+@pytest.mark.slow(reason="kernels are compiled")
+@pytest.mark.parametrize("times, more", ((1, -1), (1, 3), (2, 1)))
+def test_a_symbol_is_found_in_what_is_linear_in_it(times, more):
+    """As of `tokens[:, :-1]`, of which no input of a region has all columns."""
+    shapes = ShapeEnv()
+    fakes = FakeTensorMode(shape_env=shapes)
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    given = fakes.from_tensor(torch.empty(8), symbolic_context=dynamic)
+    with fakes:
+        like = torch.empty(times * given.shape[0] + more, 2)
+    graph = fx.Graph()
+    values = graph.placeholder("values")
+    compat.inductor.mark_emptied(values)
+    x = graph.call_function(operator.getitem, (values, 0))
+    graph.output((graph.call_function(aten.sin.default, (x,)),))
+    gm = fx.GraphModule({}, graph)
+    first = torch.randn(times * 8 + more, 2)
+    found = compat.inductor.compile_for_sizes(gm, [first], [compat.inductor.Like.of(like)])
+    assert found is not None
+    run, holds_for = found
+    for size in (8, 11, 200):
+        x = torch.randn(times * size + more, 2)
+        assert holds_for([x])
+        torch.testing.assert_close(run([x])[0], x.sin())
+    assert times == 1 or not holds_for([torch.randn(2 * times + more + 1, 2)]), "no whole number"
+
+
+def test_what_is_linear_in_a_symbol_is_read_off_its_expression():
+    s, t = sympy.symbols("s t", integer=True, positive=True)
+    read = compat.inductor._linear_in
+    assert read(s) == (s, 1, 0) and read(3 * s) == (s, 3, 0) and read(2 * (s - 1)) == (s, 2, -2)
+    nothing = (sympy.Integer(3), 3, s * t, s**2, sympy.Max(1, s - 1), s // 2, s / 2, s + t)
+    assert not any(map(read, nothing))
 
 
 class Gated(nn.Module):

@@ -355,8 +355,8 @@ def compile_for_sizes(
     """Compile as above for all inputs whose sizes and strides are those of ``like``, in symbols.
 
     Returns what runs such a list of inputs, and what tells whether others are such, and hold what
-    Inductor has assumed of ``values``.  None if a symbol, or a whole multiple of it, is nowhere
-    the size of an input, or if ``values`` lie otherwise in memory.
+    Inductor has assumed of ``values``.  None if no size of an input is a symbol, so many times it
+    or so much more or less, or if ``values`` lie otherwise in memory.
 
     The symbols are inputs too, behind the others: of what was assumed of a size, torch's cache
     keeps what is of such inputs.
@@ -367,15 +367,15 @@ def compile_for_sizes(
     fakes = FakeTensorMode(shape_env=shapes)
     expected = [list(map(sympify, one.sizes)) for one in like]
     found = [Like.of(value).sizes for value in values]
-    places: dict[Any, tuple[int, int, int]] = {}  # the size that is so many times each symbol
+    places: dict[Any, tuple[int, int, int, int]] = {}  # the size that is linear in each symbol
     for at, sizes in enumerate(expected):
         for position, size in enumerate(sizes):
-            times, symbol = size.as_coeff_Mul() if isinstance(size, Expr) else (1, size)
-            if symbol.is_Symbol and int(times) == times:
-                places.setdefault(symbol, (at, position, int(times)))
+            if (linear := _linear_in(size)) is not None:
+                symbol, times, more = linear
+                places.setdefault(symbol, (at, position, times, more))
 
     def symbols_of(sizes: Sequence[Sequence[Any]]) -> list[Any]:
-        return [sizes[at][position] // times for at, position, times in places.values()]
+        return [(sizes[at][by] - more) // times for at, by, times, more in places.values()]
 
     hints = dict(zip(places, symbols_of(found), strict=True))
     for sizes, its in zip(expected, found, strict=True):
@@ -430,6 +430,19 @@ def compile_for_sizes(
         return shapes.evaluate_guards_expression(guards, numbers(found, known))
 
     return (lambda inputs: run(with_symbols(inputs))), holds_for
+
+
+def _linear_in(size: Any) -> tuple[Any, int, int] | None:
+    """Return the symbol of a size, how many times it is in there, and what is added; or None."""
+    symbols = size.free_symbols if isinstance(size, Expr) else set()
+    if len(symbols) != 1:
+        return None
+    (symbol,) = symbols
+    times = size.expand().coeff(symbol)
+    more = (size - times * symbol).expand()
+    if not (times.is_Integer and more.is_Integer) or not times:
+        return None
+    return symbol, int(times), int(more)
 
 
 def is_on_cpu(value: Any) -> bool:

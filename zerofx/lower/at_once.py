@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from zerofx import compat
@@ -157,7 +156,7 @@ class AtOnce:
         self.exchange = exchange
         self.record = record
         self.pause = pause  # before a step, times what the last one took
-        self.threads = threads  # the most that a step has while the process compiles
+        self.threads = threads  # the most that a region has until it is taken over
         self._took_s = 0.0
         self._takes_s = TAKES_S
         self.step = 0
@@ -194,7 +193,7 @@ class AtOnce:
         regions = list(_to_take_over(program).values())
         for region in regions:
             if (unit := units.get(region.text)) is not None:
-                region.waits = True
+                region.waits, region.threads = True, self.threads
                 unit.takes[id(region)] = partial(_take, region, regions)
             elif _is_alike(region):
                 if ALIKE in self._units and region.sample is not None:
@@ -214,7 +213,7 @@ class AtOnce:
         beside = list(map(Like.of, region.sample)), region.like, region.donated
         data = packed([region.gm.graph], REGION_META, beside)
         if data is not None:
-            region.waits = True
+            region.waits, region.threads = True, self.threads
             take = partial(_take, region, regions)
             self._send(name, Work(region.text, data), id(region), take, units)
 
@@ -228,8 +227,7 @@ class AtOnce:
         token = compat.inductor.AT_ONCE.set(self._later)
         begun_s = time.perf_counter()
         try:
-            with self._beside_the_process():
-                yield
+            yield
         finally:
             compat.inductor.AT_ONCE.reset(token)
         self._took_s = time.perf_counter() - begun_s
@@ -239,19 +237,6 @@ class AtOnce:
             for work in self._works:
                 self._process.compile(work)
             self._works.clear()
-
-    @contextlib.contextmanager
-    def _beside_the_process(self) -> Iterator[None]:
-        """Leave the process a core: an operator waits for the last of its threads."""
-        threads = torch.get_num_threads()
-        if self._process is None or self.threads is None or threads <= self.threads:
-            yield
-            return
-        torch.set_num_threads(self.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
 
     def _later(self, kernel: CompiledForAnyLength, inputs: Sequence[Any]) -> bool:
         """Have an update's kernel compiled; return whether it is taken over later."""

@@ -315,6 +315,7 @@ class CompiledRegion(nn.Module):
         self.compiled = self._known.setdefault(key, [])
         self.found: _Compiled | None = None  # of those, for the last inputs
         self.waits = False  # runs operator by operator until it is taken over
+        self.threads: int | None = None  # then with so many at most, beside what compiles it
 
     @property
     def is_to_compile(self) -> bool:
@@ -355,7 +356,10 @@ class CompiledRegion(nn.Module):
         return self.forward(values)  # past hooks that the user has on all modules
 
     def forward(self, values: list[Any]) -> tuple[Any, ...]:
-        if self.waits or self.is_one_operator:
+        if self.waits:
+            with _at_most(self.threads):
+                return self.run_operators(values)
+        if self.is_one_operator:
             return self.run_operators(values)
         found = self.found
         if found is None or (self.of_any_size and not found.holds_for(values)):
@@ -404,6 +408,20 @@ class CompiledRegion(nn.Module):
         places = [list(map(_place, of)) for of in (held, results)]
         found.copied = shared_unasked(self.gm.graph, *places)
         return tuple(r.clone() if at in found.copied else r for at, r in enumerate(results))
+
+
+@contextlib.contextmanager
+def _at_most(threads: int | None) -> Iterator[None]:
+    """Run operators with so many threads at most: each waits for the last of its threads."""
+    before = torch.get_num_threads()
+    if threads is None or before <= threads:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def run_operators(gm: fx.GraphModule, values: list[Any]) -> tuple[Any, ...]:
