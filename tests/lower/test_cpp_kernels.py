@@ -141,7 +141,7 @@ def test_kernels_take_tensors_and_numbers_and_refuse_others(cache):
     with pytest.raises(TypeError):
         twice(x, y, "four", 2.0)
     assert len(libraries(cache)) == 1
-    without_lock = compat.inductor._WithoutLock(thrice)
+    without_lock = compat.inductor._WithoutLock(thrice, thrice.__self__.__file__)
     y.zero_()
     without_lock(x, y, 5, 2.0)  # a float, of a width that only its C++ says
     assert y.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
@@ -192,6 +192,24 @@ def test_a_region_whose_kernel_fails_does_not_take_others_with_it(cache, monkeyp
     assert set(regions.compile_regions(root)) == set(made)
     assert failing and all(len(one.compiled) == 1 and not one.is_to_compile for one in made)
     assert not [record for record in caplog.records if "cannot compile" in record.getMessage()]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("interrupted_by", (KeyboardInterrupt, GeneratorExit))
+def test_nothing_is_left_of_what_is_interrupted(interrupted_by, cache, monkeypatch):
+    """Else a region would run kernels of which nobody has compiled the C++."""
+    monkeypatch.setattr(CompiledRegion, "_known", {})
+    made = [CompiledRegion(in_a_list(gm), ()) for gm in graphs((1.5, 2.5))[0]]
+    compiling = regions.compile_regions(torch.nn.Sequential(*made))
+    next(compiling)
+    if interrupted_by is GeneratorExit:  # whoever counts them has failed
+        compiling.close()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            compiling.throw(KeyboardInterrupt)
+    assert cpp_kernels._TOGETHER.get() is None
+    assert all(one.is_to_compile and not one.compiled for one in made)
+    assert len(list(regions.compile_regions(torch.nn.Sequential(*made)))) == 2
 
 
 def in_a_list(gm):

@@ -605,17 +605,17 @@ def _let_go_of_the_lock(compiled: Any) -> None:
     call = runner.call if runner is not None else compiled.current_callable
     names = getattr(call, "__func__", call).__globals__
     for name, kernel in list(names.items()):
-        if getattr(kernel, "__name__", "") == "kernel" and hasattr(kernel.__self__, "__file__"):
-            names[name] = _WithoutLock(kernel)
+        library = getattr(getattr(kernel, "__self__", None), "__file__", None)
+        if library is not None and getattr(kernel, "__name__", "") == "kernel":
+            names[name] = _WithoutLock(kernel, library)
 
 
 class _WithoutLock:
     """A kernel as Inductor's binding of it: takes tensors, for their memory, and integers."""
 
-    def __init__(self, binding: Any) -> None:
+    def __init__(self, binding: Any, library: str) -> None:
         self._binding = binding
-        module = binding.__self__
-        self._kernel = ctypes.CDLL(module.__file__)[getattr(module, "symbol", "kernel")]
+        self._kernel = ctypes.CDLL(library)[getattr(binding.__self__, "symbol", "kernel")]
         self._kernel.restype = None
 
     def __call__(self, *arguments: Any) -> None:

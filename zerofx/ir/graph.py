@@ -133,7 +133,7 @@ class Builder:
         if compat.inductor.is_higher_order(node.target):
             return
         call = node.target, _layout((node.args, *sorted(node.kwargs.items())))
-        is_known = None not in call and not mutated_inputs(node)
+        is_known = None not in call and not mutated_inputs(node) and not _depends_on_data(node)
         value = self._computed.get(call) if is_known else None
         if value is None:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
@@ -150,6 +150,8 @@ def _layout(value: Any) -> Hashable | None:
     if isinstance(value, fx.Node):
         value = value.meta.get("val")
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+            return None
         sizes = (*value.shape, *value.stride(), value.storage_offset())
         are_known = all(type(size) is int for size in sizes)
         return (value.dtype, value.device, value.dim(), sizes) if are_known else None
@@ -157,6 +159,12 @@ def _layout(value: Any) -> Hashable | None:
         parts = tuple(map(_layout, value))
         return None if None in parts else parts
     return (type(value), value) if value is None or isinstance(value, _PLAIN) else None
+
+
+def _depends_on_data(node: fx.Node) -> bool:
+    """Return whether each call of an operator has sizes of its own."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
 
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -570,9 +570,12 @@ def _compiled_together(
                     mine.append(one)
                     yield one
             kernels.at_once = max(1, _cores() * len(mine) // len(left))
-    except Exception:  # of a kernel: of which one, it does not say
+    except BaseException as error:
         for one in mine:
             one.forget()
+        if not isinstance(error, Exception):  # interrupted
+            raise
+        for one in mine:  # a kernel has failed, and of which one it does not say
             one.compile_ahead()
 
 
