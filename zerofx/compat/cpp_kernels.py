@@ -170,8 +170,8 @@ def _source_of(build: Callable[[], None]) -> _Source | None:
         if found is None or _ALONE.search(found["body"]):
             return None
         key = os.path.basename(path).partition(".")[0]
-        headers = "\n".join(found["headers"].split("\n"))
-        return _Source(key, target, found["body"], (command, headers), builder._build_option)
+        options = command, found["headers"]
+        return _Source(key, target, found["body"], options, builder._build_option)
     except Exception:
         return None
 

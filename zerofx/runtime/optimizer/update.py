@@ -190,11 +190,13 @@ class OptimizerRunner(TracedOptimizer):
         data = torch.empty(2, dtype=info.dtype, device=info.device)
         grad = torch.empty_like(data, dtype=gradient_dtype)
         self.begin()
-        piece = self.piece([(data, grad, parameter)])
-        if (states := self._zero_states(piece, fused)) is not None:
-            self._ready(piece._replace(values=states), fused)
-            self._known_runs.pop(piece.indices, None)
-        self._groups = None
+        try:
+            piece = self.piece([(data, grad, parameter)])
+            if (states := self._zero_states(piece, fused)) is not None:
+                self._ready(piece._replace(values=states), fused)
+        finally:  # nothing has run
+            self._known_runs.clear()
+            self._groups = None
 
     def run(self, data: Tensor, grad: Tensor, parameter: int) -> Tensor:
         """Update ``data`` in place with ``grad``, and this parameter's state; return ``data``.
