@@ -104,6 +104,7 @@ class StepCapture:
         options: Options,
     ):
         self.gm, self.mesh, self.options = gm, mesh, options
+        _set_assigned_data(gm)
         self.inputs = list(inputs)
         self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         names = _names_in_scope({id(value) for value in self.inputs})
@@ -355,6 +356,21 @@ class StepCapture:
             return compiler(step(lambda: gm, updates=updated))
 
         return compat.aot.trace_to_aten(self.gm, self.inputs, on_aten)
+
+
+def _set_assigned_data(gm: fx.GraphModule) -> None:
+    """Write ``p.data = value`` as ``set_`` in Dynamo's graph, as torch does up to 2.13."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target is compat.dynamo.DATA_ASSIGNMENT:
+            node.target = torch.Tensor.set_
+            with gm.graph.inserting_after(node):
+                gm.graph.call_function(no_write, (node,)).meta = dict(node.meta)
+
+
+def no_write(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose last write counts as none."""
+    compat.dynamo.count_write_less(tensor)
+    return tensor
 
 
 def _unpacked(program: bytes) -> fx.GraphModule:

@@ -27,6 +27,15 @@ AUGMENTED_ASSIGNMENTS = {
 }
 """Lists what Python calls for ``x += y`` and its like."""
 
+DATA_ASSIGNMENT = getattr(torch.ops.aten, "shallow_copy_data_", None)
+"""What Dynamo's graph has for ``p.data = value`` from 2.14 on; up to 2.13 it is ``set_``."""
+
+
+def count_write_less(tensor: torch.Tensor) -> None:
+    """Have autograd take the last write to a tensor for none, as one by ``p.data = value`` is."""
+    count = tensor._version - 1
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (max(count, 0),))
+
 
 def why_not_compiled() -> str | None:
     """Return the reason why Dynamo would run a compiled function eagerly now, or None."""
