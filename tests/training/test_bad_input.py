@@ -1193,7 +1193,9 @@ def test_data_of_another_shape_is_refused():
         optimizer.step()
         return loss
 
-    with pytest.raises(StepError, match=r"'weight', of shape \[2, 3\], data of shape \[1, 6\]"):
+    # From 2.14 on Dynamo refuses it itself.
+    words = r"'weight', of shape \[2, 3\], data of shape \[1, 6\]|Tensor.data with different shape"
+    with pytest.raises(Exception, match=words):
         torch.compile(step, backend="zero")(torch.ones(2, 3))
 
 

@@ -241,16 +241,18 @@ def _check_results(step: StepCapture) -> None:
                 "returns. Call loss.backward() and optimizer.step() inside the compiled "
                 f"function; for evaluation, call it under torch.no_grad().{_location(result)}"
             )
-        owner = owners.get(value.untyped_storage()._cdata)
-        if owner is not None:
-            name = step.table[step.index_of_input[owner]].name
-            if any(user.target is torch.Tensor.set_ for user in result.users):
+        for user in result.users:
+            if user.target is torch.Tensor.set_ and user.args[0] in step.index_of_input:
+                name = step.table[step.index_of_input[user.args[0]]].name
                 raise StepError(
                     f"the step gives parameter {name!r} a tensor by .data =, and keeps that tensor "
                     "(in what it returns, or in a state), where a parameter's memory belongs to "
                     "the compiled step. Write parameter.copy_(tensor) under torch.no_grad()."
                     f"{_location(result)}"
                 )
+        owner = owners.get(value.untyped_storage()._cdata)
+        if owner is not None:
+            name = step.table[step.index_of_input[owner]].name
             raise StepError(
                 f"the step returns a view of parameter {name!r}, whose memory belongs to the "
                 f"compiled step. Return a copy: .clone().{_location(result)}"
