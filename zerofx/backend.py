@@ -47,6 +47,7 @@ from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import KeptGathered
 from zerofx.lower.at_once import AtOnce, Record, changes_replicas
+from zerofx.lower.regions import num_cores
 from zerofx.options import Options, environment, named, ranks_of_machine, refuse_mode
 from zerofx.report.folder import DumpFolder, claim, run_of_this_process
 from zerofx.runtime.comm.agreement import Agreement, AgreementError
@@ -517,7 +518,7 @@ class CompiledFunction:
             number = sum(common for _, common in self.starting)
             name = f"{self.name}_{number}" if is_common else self.name
             ranks = ranks_of_machine(self.communicator.world_size)
-            cores = len(os.sched_getaffinity(0)) // ranks
+            cores = num_cores() // ranks
             pause = 0.0 if cores >= 2 else PAUSE
             record = self.record if is_common else None
             start = AtOnce(name, exchange, record, pause, threads=max(1, cores - 1))

@@ -171,7 +171,7 @@ def test_a_kernel_with_more_in_it_is_compiled_alone(more, is_behind, cache, buil
 
 @torch.no_grad()
 def test_a_region_whose_kernel_fails_does_not_take_others_with_it(cache, monkeypatch, caplog):
-    """What fails behind all regions is found by compiling each by itself."""
+    """Compile each by itself where something fails behind all of them."""
     made = []
     monkeypatch.setattr(CompiledRegion, "_known", {})
     for number, gm in enumerate(graphs((1.5, 2.5))[0]):

@@ -58,7 +58,7 @@ def train(make_optimizer, options, clips=False, steps=3, optimizer_state=None):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Whether each kernel was compiled with the regions, in order."""
+    """Note of each kernel, in order, whether it is compiled with the regions."""
     found: list[bool] = []
     original, ahead = CompiledForAnyLength.compile, []
     compile_ahead = KernelAhead.compile_ahead
@@ -142,6 +142,6 @@ def test_vector_instructions_are_found_as_inductor_finds_them(tmp_path, monkeypa
 
 
 def codes_of(kind):
-    """What Inductor tries for a kind of vector instructions."""
+    """Return the texts that Inductor tries for a kind of vector instructions, by name."""
     names = (name for name in dir(kind) if name.endswith("_code") and name.startswith("_a"))
     return {name: getattr(kind, name) for name in names}

@@ -182,7 +182,7 @@ _KERNEL = re.compile(
     re.DOTALL,
 )
 _ALONE = re.compile(r'extern "C"|^\s*#(?!pragma)|\bkernel\b', re.MULTILINE)
-"""What a kernel has in it that might not go with others: macros, other functions of its name."""
+"""Finds what keeps a kernel from standing with others: macros, other functions of its name."""
 
 
 def _compile(sources: Sequence[_Source]) -> None:

@@ -28,7 +28,7 @@ AUGMENTED_ASSIGNMENTS = {
 """Lists what Python calls for ``x += y`` and its like."""
 
 DATA_ASSIGNMENT = getattr(torch.ops.aten, "shallow_copy_data_", None)
-"""What Dynamo's graph has for ``p.data = value`` from 2.14 on; up to 2.13 it is ``set_``."""
+"""Stands for ``p.data = value`` in Dynamo's graph from 2.14 on; up to 2.13 ``set_`` does."""
 
 
 def count_write_less(tensor: torch.Tensor) -> None:

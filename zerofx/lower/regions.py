@@ -329,17 +329,15 @@ class CompiledRegion(nn.Module):
 
         Its turn is over with ``turns``, or at once.
         """
-        with contextlib.ExitStack() as own:
-            turn = compat.compile_cache.turn_to_compile(self.text, waits)
-            is_mine = (turns or own).enter_context(turn)
-            if is_mine:
-                assert self.sample is not None
-                self.compiled.append(self._compile(self.sample))
-        return is_mine
+        assert self.sample is not None
+        sample = self.sample
+        return _in_turn(
+            self.text, waits, turns, lambda: self.compiled.append(self._compile(sample))
+        )
 
     @property
     def inputs(self) -> Sequence[Any] | None:
-        """What it is compiled for before it runs."""
+        """Return the captured inputs, which it is compiled for before it runs; None if unknown."""
         return self.sample
 
     def forget(self) -> None:
@@ -487,6 +485,21 @@ def compiled_region(
     return run, lambda others: _layouts(others) == layouts
 
 
+def _in_turn(
+    text: str, waits: bool, turns: contextlib.ExitStack | None, compile_it: Callable[[], object]
+) -> bool:
+    """Compile something unless another process does; return whether this one has.
+
+    The turn is over with ``turns``, or at once.
+    """
+    with contextlib.ExitStack() as own:
+        turn = compat.compile_cache.turn_to_compile(text, waits)
+        is_mine = (turns or own).enter_context(turn)
+        if is_mine:
+            compile_it()
+    return is_mine
+
+
 class KernelAhead:
     """An update's kernel that is compiled before the program first runs, with its regions."""
 
@@ -516,13 +529,12 @@ class KernelAhead:
 
         What fails is left to its first run.
         """
-        with contextlib.ExitStack() as own:
-            turn = compat.compile_cache.turn_to_compile(self.text, waits)
-            is_mine = (turns or own).enter_context(turn)
-            if is_mine:
-                with contextlib.suppress(Exception):
-                    self.kernel.compile(self.inputs)
-        return is_mine
+
+        def compile_it() -> None:
+            with contextlib.suppress(Exception):
+                self.kernel.compile(self.inputs)
+
+        return _in_turn(self.text, waits, turns, compile_it)
 
     def forget(self) -> None:
         """Have it compiled once more."""
@@ -569,7 +581,7 @@ def _compiled_together(
                 if one.compile_ahead(waits=False, turns=turns):
                     mine.append(one)
                     yield one
-            kernels.at_once = max(1, _cores() * len(mine) // len(left))
+            kernels.at_once = max(1, num_cores() * len(mine) // len(left))
     except BaseException as error:
         for one in mine:
             one.forget()
@@ -579,7 +591,7 @@ def _compiled_together(
             one.compile_ahead()
 
 
-def _cores() -> int:
+def num_cores() -> int:
     """Return the number of processor cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
