@@ -47,6 +47,7 @@ from zerofx.hardware import NOMINAL, Hardware
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.parameters import KeptGathered
 from zerofx.lower.at_once import AtOnce, Record, changes_replicas
+from zerofx.lower.compile_process import CompileProcess
 from zerofx.lower.regions import num_cores
 from zerofx.options import Options, environment, named, ranks_of_machine, refuse_mode
 from zerofx.report.folder import DumpFolder, claim, run_of_this_process
@@ -123,6 +124,7 @@ class CompiledFunction:
         choose(self.user_options, {}, is_complete=False)
         self.options: Options | None = None
         self._compiles_for_cpu = False  # with the options, regions before they run
+        self.compiles_beside: CompileProcess | None = None  # asked ahead of the first to need it
         self.communicator: Communicator  # found with the options
         self.agreement: Agreement
         self.code: types.CodeType | None = None
@@ -172,6 +174,7 @@ class CompiledFunction:
             self.first_call.end()  # its step, as it runs, calls what is compiled too
             self.first_call = FirstCall(called_s)
             self.first_call.show()
+            call.enter_context(without_collections())  # until what is dropped is gone
 
         if self.options is None or self.options.may_lack_data:
             arguments = compat.dynamo.arguments_of_call()
@@ -185,16 +188,18 @@ class CompiledFunction:
         if self.backend.dropped:
             REGISTRY.while_idle(self.backend.forget_dropped)
         REGISTRY.enter_call()
+        call = contextlib.ExitStack()
         try:
             self.backend.active.function = self
             with compat.tracing.whole_step_tracing(
-                self.backend, substitutes.SUBSTITUTES, wrappers, begins, without_collections
+                self.backend, substitutes.SUBSTITUTES, wrappers, begins
             ):
                 yield
             # Dynamo leaves a context as if nothing had been raised, whatever has.
             if not self.backend.active.has_run and sys.exc_info()[1] is handled:
                 raise StepError(RAN_EAGERLY)
         finally:
+            call.close()
             self.first_call.end()
             REGISTRY.exit_call()
             self.backend.active.function = previous
@@ -291,9 +296,11 @@ class CompiledFunction:
             meeting.fail(f"{type(error).__name__}: {error}")
 
     def _warm_up(self) -> None:
-        """Do, while another rank traces, what the first region to be compiled needs."""
+        """Do, while another rank traces, what regions need to be compiled or taken over."""
         if self._compiles_for_cpu:
             compat.rehearsal.warm_up()
+        elif self.compiles_beside is not None:
+            compat.inductor.import_inductor()
 
     def _is_kept(self) -> bool:
         """Return whether programs of earlier starts are taken, and this one's kept for later ones.
@@ -521,9 +528,16 @@ class CompiledFunction:
             cores = num_cores() // ranks
             pause = 0.0 if cores >= 2 else PAUSE
             record = self.record if is_common else None
-            start = AtOnce(name, exchange, record, pause, threads=max(1, cores - 1))
+            threads = max(1, cores - 1)
+            beside, self.compiles_beside = self.compiles_beside, None
+            asks = self._compile_process, beside
+            start = AtOnce(name, exchange, record, pause, threads, *asks)
             self.starting[key] = start, agreement
         return self.starting[key][0]
+
+    def _compile_process(self) -> CompileProcess:
+        ranks = ranks_of_machine(self.communicator.world_size)
+        return CompileProcess(self.agreement.store, ranks)
 
     def _first_compilation(self, device: torch.device) -> None:
         """Read the environment and find the ranks, once per function."""
@@ -562,6 +576,10 @@ class CompiledFunction:
             # Ranks that cannot read this one's memory wait for the process group's timeout.
             end_step=lambda: self.communicator.abandon(),
         )
+        is_beside = options.lowering == "inductor" and options.start != "compiled"
+        if is_beside and compat.compile_cache.is_kept():
+            self.compiles_beside = self._compile_process()  # it imports torch while this one traces
+            weakref.finalize(self, self.compiles_beside.close).atexit = False
         self.options = options  # last: a call after one that fails here begins anew
 
 

@@ -57,8 +57,8 @@ class Process:
     def __init__(self):
         self.given, self.done, self.is_closed = [], set(), False
 
-    def compile(self, work):
-        self.given.append(work.text)
+    def compile(self, works):
+        self.given += [work.text for work in works]
 
     def is_done(self, text):
         return text in self.done
@@ -477,7 +477,7 @@ def test_batches_of_other_sizes_compile_nothing_in_the_training(monkeypatch, tmp
     def see(at):
         wait_for_all(at)
         if at._process is not None:
-            priorities.add(os.getpriority(os.PRIO_PROCESS, at._process._process.pid))
+            priorities.add(os.getpriority(os.PRIO_PROCESS, at._process.process.pid))
 
     losses, parameters, at = trained(
         {"start": "at_once", "stage": 3}, rows, process_seen=see, dynamic=True
@@ -524,7 +524,7 @@ def test_a_process_that_dies_leaves_the_compiling_to_the_training(monkeypatch):
 
     def kill(at):
         if at._process is not None:  # until the second step has taken over all
-            at._process._process.kill()
+            at._process.process.kill()
         wait_for_all(at)
 
     _, parameters, at = trained({"start": "at_once", "stage": 2}, process_seen=kill)
@@ -567,20 +567,25 @@ def test_a_start_that_is_none(start):
 
 def on_rank(stage, slow_rank):
     """Train where one rank has compiled what it needs only in its tenth step."""
+    started = []
 
     def see(at):
+        started.append(at._process.process is not None)
         wait_for_all(at)
         if torch.distributed.get_rank() == slow_rank:
             at._is_ready = lambda name, step: at.step >= 10
 
     losses, parameters, at = trained({"start": "at_once", "stage": stage}, (8,) * 16, see)
-    return losses, parameters, at.taken
+    return started[0], parameters, at.taken
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", (0, 1, 3))
 def test_ranks_stay_equal_to_the_bit(ranks, stage):  # noqa: F811
-    (_, one, steps), (_, other, its_steps) = ranks(2).run(on_rank, stage, 1, timeout_s=300.0)
+    (started, one, steps), (its_started, other, its_steps) = ranks(2).run(
+        on_rank, stage, 1, timeout_s=300.0
+    )
+    assert started != its_started, "one process compiles for both"
     assert min(steps.values()) == 10 and steps == its_steps
     for mine, its in zip(one, other, strict=True):
         assert torch.equal(mine, its)
@@ -612,11 +617,11 @@ def test_ranks_whose_shapes_change_in_other_steps(ranks, stage):  # noqa: F811
 
 
 @pytest.mark.nightly
-def test_the_process_ends_when_it_is_told_to_though_others_hold_its_pipe():
+def test_the_process_ends_when_it_is_told_to_though_others_hold_the_connection():
     process = CompileProcess()
-    held = os.dup(process._process.stdin.fileno())
+    held = os.dup(process._connection.fileno())
     process.close()
-    assert process._process.wait(timeout=60) == 0
+    assert process.process.wait(timeout=60) == 0
     os.close(held)
 
 
@@ -624,7 +629,7 @@ def test_the_process_ends_when_it_is_told_to_though_others_hold_its_pipe():
 def compiling_nothing():
     """Ranks run regions operator by operator, and no process beside them compiles any."""
     with (
-        mock.patch.object(at_once, "CompileProcess", Process),
+        mock.patch.object(backend, "CompileProcess", lambda store, ranks: Process()),
         mock.patch.object(CompiledRegion, "_known", {}),
         mock.patch.object(CompiledRegion, "_compile", uncompiled),
     ):

@@ -66,17 +66,39 @@ def import_inductor() -> None:
     importlib.import_module("torch._inductor.compile_fx")
 
 
+def keys() -> dict[str, Any]:
+    """Return what keys of Inductor's cache begin with, but for the device: hashes of sources.
+
+    Private: functions of ``codecache`` that can be set (2.11 to 2.15, triton's from 2.13 on).
+    """
+    from torch._inductor import codecache
+
+    found = {name: getattr(codecache, name, None) for name in ("torch_key", "triton_key")}
+    return {name: key() for name, key in found.items() if key is not None and hasattr(key, "set")}
+
+
+def _set_keys(found: dict[str, Any]) -> None:
+    """Set what ``keys`` has returned in another process with the same torch, and find the rest."""
+    from torch._inductor import codecache
+
+    for name, value in found.items():
+        with contextlib.suppress(RuntimeError):  # it is set
+            getattr(codecache, name).set(value)
+    codecache.torch_key()
+    codecache.CacheBase.get_system()
+
+
 def prepare() -> None:
     """Import what compiling needs, and find which vector instructions there are; once."""
     with _PREPARING:
         _prepare()
 
 
-def prepare_beside() -> threading.Event:
-    """Do that in a thread, and give what tells that it is done, or has failed.
+def prepare_beside(found: dict[str, Any] | None = None) -> threading.Event:
+    """Do that in a thread, and give what tells that it is done, or has failed; set ``keys`` too.
 
-    Not in one that the process may end beside, for it imports; where the process ends meanwhile,
-    imports fail, and nobody needs them.
+    They may be ``found`` by another process.  Not in a thread that the process may end beside, for
+    it imports; where the process ends meanwhile, imports fail, and nobody needs them.
     """
     has_ended = threading.Event()
 
@@ -84,6 +106,7 @@ def prepare_beside() -> threading.Event:
         try:
             with contextlib.suppress(Exception):
                 prepare()
+                _set_keys(found or {})
         finally:
             has_ended.set()
 
@@ -128,11 +151,11 @@ def _prepare() -> None:
     of a first call with an empty cache (torch 2.13, two CPU cores, November 2026).  A compiler
     that makes the widest makes the others: with that one tried, the rest is taken for granted.
 
-    Private: ``cpu_vec_isa`` and keys of ``codecache``, alike from 2.11 to 2.15; elsewhere Inductor
-    finds them itself.  The first can go when torch tries one kind alone.
+    Private: ``cpu_vec_isa``, alike from 2.11 to 2.15; elsewhere Inductor finds them itself.  It can
+    go when torch tries one kind alone.
     """
     import_inductor()
-    from torch._inductor import codecache, config, cpu_vec_isa
+    from torch._inductor import config, cpu_vec_isa
 
     with contextlib.suppress(AttributeError):
         flags = cpu_vec_isa.x86_isa_checker()  # none of another processor
@@ -145,9 +168,6 @@ def _prepare() -> None:
                 with config.patch({"cpp.vec_isa_ok": True}):
                     cpu_vec_isa.valid_vec_isa_list()  # which keeps what it finds
             cpu_vec_isa.pick_vec_isa()
-    with contextlib.suppress(Exception):  # what its cache's keys begin with: hashes of its sources
-        codecache.torch_key()
-        codecache.CacheBase.get_system()
 
 
 def settings() -> dict[str, Any]:

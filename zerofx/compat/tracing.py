@@ -79,7 +79,6 @@ def whole_step_tracing(
     substitutes: Substitutes,
     met: Callable[..., Any] = lambda value, *_: value,
     begins: Callable[[], None] = lambda: None,
-    meanwhile: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[None]:
     """Make Dynamo hand over forward, backward and update as one graph, for ``backend`` only.
 
@@ -89,8 +88,7 @@ def whole_step_tracing(
     break is an error.  Everything is put back when a compilation ends, so that other backends see
     torch as it is.  ``met`` is called with modules that are called and the names of arguments, and
     returns the modules to call in their place; and with optimizers whose own methods are traced.
-    What it raises goes to the user.  ``begins`` is called when a compilation begins, and
-    ``meanwhile`` gives a context for as long as it lasts.
+    What it raises goes to the user.  ``begins`` is called when a compilation begins.
     """
     handler = torch._dynamo.callback.callback_handler
     undo: list[contextlib.ExitStack] = []
@@ -112,7 +110,6 @@ def whole_step_tracing(
                 side_effect_replay_policy="info" if _is_told_of_side_effects() else "silent",
             )
         )
-        stack.enter_context(meanwhile())
         for patch in (
             _substituting(OptimizerVariable, backend, substitutes, met),
             _substituting(UserDefinedObjectVariable, backend, substitutes, met),

@@ -17,7 +17,6 @@ from zerofx.capture.step import CapturedStep
 from zerofx.compiler.choices import attempts, first_that_fits
 from zerofx.compiler.facts import context_of
 from zerofx.compiler.rewrite import described_optimizers, rewrite
-from zerofx.garbage import without_collections
 from zerofx.hardware import Hardware
 from zerofx.ir import ops
 from zerofx.ir.collectives import changing_numbers
@@ -222,7 +221,6 @@ class Program:
         # Updates are traced as they will be in later calls.
         with (
             compat.tensors.without_dispatch_modes(),
-            without_collections(),
             self.first_call.part("taking charge"),
         ):
             self.runtime = self._make_ready()

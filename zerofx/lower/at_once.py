@@ -151,6 +151,8 @@ class AtOnce:
         record: Record | None = None,
         pause: float = 0.0,
         threads: int | None = None,
+        ask: Callable[[], CompileProcess] | None = None,
+        process: CompileProcess | None = None,
     ) -> None:
         self.name = name  # of the program
         self.exchange = exchange
@@ -158,13 +160,17 @@ class AtOnce:
         self.pause = pause  # before a step, times what the last one took
         self.threads = threads  # the most that a region has until it is taken over
         self._took_s = 0.0
+        self._fastest_s = LONGEST_PAUSE_S
         self._takes_s = TAKES_S
         self.step = 0
         self.is_over = False
         self.taken: dict[str, int] = {}
         self._units: dict[str, _Unit] = {}  # those that are not taken over yet
         self._own: dict[str, _Unit] = {}  # of later programs, by their texts
+        self._ask = ask or CompileProcess  # for what compiles, if there is none
         self._process: CompileProcess | None = None
+        if process is not None:
+            self._compile_in(process)
         self._works: list[Work] = []  # of the first step: the process would make it slower
 
     def add(self, program: nn.Module) -> None:
@@ -231,12 +237,16 @@ class AtOnce:
         finally:
             compat.inductor.AT_ONCE.reset(token)
         self._took_s = time.perf_counter() - begun_s
+        self._fastest_s = min(self._fastest_s, self._took_s)
         if self._works:
-            self._process = CompileProcess()
-            weakref.finalize(self, self._process.close).atexit = False  # it ends with this one
-            for work in self._works:
-                self._process.compile(work)
-            self._works.clear()
+            self._compile_in(self._process or self._ask()).compile(self._works)
+            self._works = []
+
+    def _compile_in(self, process: CompileProcess) -> CompileProcess:
+        if process is not self._process:
+            self._process = process
+            weakref.finalize(self, process.close).atexit = False  # it ends with this one
+        return process
 
     def _later(self, kernel: CompiledForAnyLength, inputs: Sequence[Any]) -> bool:
         """Have an update's kernel compiled; return whether it is taken over later."""
@@ -278,10 +288,10 @@ class AtOnce:
         unit = (self._units if units is None else units).setdefault(name, _Unit())
         unit.texts.add(work.text)
         unit.takes[by] = take
-        if self._process is None:
+        if self._process is None or self.step < 2:
             self._works.append(work)
         else:
-            self._process.compile(work)
+            self._process.compile([work])
 
     def _begin_step(self) -> None:
         """Take over what is ready, alone and with all ranks; pause if that is nothing."""
@@ -296,8 +306,10 @@ class AtOnce:
             )
         common = [] if self.is_over else self._take_over_with_all(most - len(own))
         if not own and not common and (self._units or self._own) and self.step > STEPS_THAT_ASK:
-            time.sleep(min(self.pause * self._took_s, LONGEST_PAUSE_S))  # the process has the core
-        if not self._units and not self._own and self._process is not None:
+            time.sleep(
+                min(self.pause * self._fastest_s, LONGEST_PAUSE_S)
+            )  # the process has the core
+        if self.step > 1 and not self._units and not self._own and self._process is not None:
             self._process.close()
             self._process = None
 
@@ -356,11 +368,13 @@ class AtOnce:
         """Return whether something is compiled, or is to be waited for and then is."""
         if step is None:
             return self._is_compiled(self._units[name])
-        if self._process is None:
+        if self._process is None or self._works:
             return False
         for text in self._units[name].texts if step <= self.step else ():
             self._process.wait(text)
         return step <= self.step
 
     def _is_compiled(self, unit: _Unit) -> bool:
-        return self._process is not None and all(map(self._process.is_done, unit.texts))
+        if self._process is None or self._works:
+            return False
+        return all(map(self._process.is_done, unit.texts))

@@ -1,7 +1,8 @@
 """A process beside the training that compiles for it: what it has compiled is in Inductor's cache.
 
 Inductor saves the state of random numbers and restores it, and holds Python's lock: in a thread it
-would draw a step's masks twice, and slow it down.
+would draw a step's masks twice, and slow it down.  There is one process for the ranks of a machine,
+for what it imports takes longer than what it compiles (``compile_server``).
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ import contextlib
 import logging
 import os
 import pickle
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import Empty, Queue
-from typing import IO, Any
+from multiprocessing.connection import Client, Connection
+from queue import Queue
+from typing import Any
+
+import torch.distributed as dist
 
 from zerofx import compat
-from zerofx.compat.compile_cache import turn_to_compile
-from zerofx.ir.packing import unpacked
-from zerofx.lower.regions import compiled_region
 from zerofx.options import environment
 
 logger = logging.getLogger("zerofx")
@@ -43,6 +47,14 @@ took 4 to 14 times as long, and so most take 2 to 3 times as long (November 2026
 own has its own claim, as a whole, where Linux groups processes by sessions.
 """
 
+NOT_ON_DEVICES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Has torch look for GPUs without CUDA, which works in no process that is forked off later."""
+
+ENDED = (
+    "the ranks compile what is missing, when a step begins, for the process that compiles for "
+    "start=at_once is not there"
+)
+
 
 @dataclass(frozen=True)
 class Work:
@@ -59,139 +71,118 @@ class Work:
 
 
 class CompileProcess:
-    """Compiles what it is given, largest first, and tells when each is in Inductor's cache.
+    """Has the process of this machine compile, and tells when each work is in Inductor's cache.
 
-    It lives until ``close``, or until this process has ended, however it does.  If it ends by
-    itself, all that it was given counts as done: whoever needs it compiles it.
+    Of ``ranks`` on the machine that share a ``store``, the first to ask starts it.  It lives until
+    all that have asked close, or have ended.  If it ends by itself, all that it was given counts as
+    done: whoever needs it compiles it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: dist.Store | None = None, ranks: int = 1) -> None:
         self._done: dict[str, threading.Event] = {}
         self._has_ended = threading.Event()
         self._is_closed = False
-        code = f"{LET_OTHERS_GO_FIRST}\nfrom {__name__} import serve\nserve()"
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**environment(), "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
-            start_new_session=True,  # Ctrl-C is for the training, with which it ends
-        )
+        self._is_ready: threading.Event | None = None  # this one, to take over
+        self.process: subprocess.Popen[bytes] | None = None  # if this one has started it
         self._to_send: Queue[Any] = Queue()
         self._to_send.put(compat.inductor.settings())
+        try:
+            self._connection, self._address, self.process = _connected(store, ranks)
+        except OSError as error:
+            logger.warning("%s: %s", ENDED, error)
+            self._is_ready = compat.inductor.prepare_beside()
+            self._has_ended.set()
+            return
         for run in (self._send, self._listen):
             threading.Thread(target=run, name="zerofx beside", daemon=True).start()
-        self._is_ready = compat.inductor.prepare_beside()
 
-    def compile(self, work: Work) -> None:
-        """Have something compiled, if it is not under way."""
-        if work.text not in self._done:
-            self._done[work.text] = threading.Event()
-            self._to_send.put(work)
+    def compile(self, works: Sequence[Work]) -> None:
+        """Have those compiled that are not under way."""
+        new = [work for work in works if work.text not in self._done]
+        if new:
+            self._done.update((work.text, threading.Event()) for work in new)
+            self._to_send.put(new)
 
     def is_done(self, text: str) -> bool:
         """Return whether what ``text`` describes need not be waited for any longer."""
         has_come = self._done[text].is_set() or self._has_ended.is_set()
-        return has_come and self._is_ready.is_set()
+        return has_come and self._is_ready is not None and self._is_ready.is_set()
 
     def wait(self, text: str) -> None:
         """Return when that is so."""
-        self._is_ready.wait()
         while not self.is_done(text):
             self._done[text].wait(0.01)
 
     def close(self) -> None:
-        """End the process; what it is compiling is lost."""
+        """Need it no longer; what it is compiling for nobody else is lost."""
         self._is_closed = True
         self._to_send.put(None)
 
     def _send(self) -> None:
         """Send what is to be compiled: the process reads it once it has imported torch."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError), self._process.stdin as requests:
+        with contextlib.suppress(OSError):
             message: Any = self
-            while message is not None:  # which ends it: others may hold the pipe, if they fork
+            while message is not None:  # which closes: others may hold the connection, if they fork
                 message = self._to_send.get()
-                pickle.dump(message, requests)
-                requests.flush()
+                self._connection.send_bytes(pickle.dumps(message))
 
     def _listen(self) -> None:
-        """Note what is done."""
-        assert self._process.stdout is not None
-        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+        """Note what is done; at first comes what the process has found out for all ranks."""
+        with contextlib.suppress(EOFError, OSError):
+            keys = pickle.loads(self._connection.recv_bytes())
+            self._is_ready = compat.inductor.prepare_beside(keys)
             while True:
-                self._done[pickle.load(self._process.stdout)].set()
+                done = pickle.loads(self._connection.recv_bytes())
+                for text in self._done.keys() & done:
+                    self._done[text].set()
+        self._is_ready = self._is_ready or compat.inductor.prepare_beside()
         self._has_ended.set()
-        status = self._process.wait()
+        self._connection.close()
         if not self._is_closed:
-            logger.warning(
-                "the process that compiles for start=at_once has ended (status %d): the ranks "
-                "compile what is missing, when a step begins",
-                status,
-            )
+            logger.warning("%s: it has ended", ENDED)
+        if self.process is not None:
+            self.process.wait()
+            shutil.rmtree(os.path.dirname(self._address), ignore_errors=True)  # if it was killed
 
 
-def serve() -> None:
-    """Compile what comes through standard input, and answer through standard output."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what compilers print is no answer
-    requests: IO[bytes] = sys.stdin.buffer
-    compat.inductor.set_settings(pickle.load(requests))
-    waiting: Queue[Work] = Queue()
-
-    def listen() -> None:
-        try:
-            while (work := pickle.load(requests)) is not None:
-                waiting.put(work)
-        finally:
-            os._exit(0)  # the training has ended, or needs nothing more
-
-    threading.Thread(target=listen, daemon=True).start()
-    left: list[Work] = []
-    while True:
-        left += _arrived(waiting, wait=not left)
-        left.sort(key=lambda work: len(work.packed), reverse=True)
-        with contextlib.ExitStack() as turns:
-            done = _compile_together(left, turns)
-        if not done:  # other ranks are compiling all that are left
-            done = left[:1]
-            with turn_to_compile(done[0].text):
-                pass
-        for work in done:
-            left.remove(work)
-            pickle.dump(work.text, answers)
-        answers.flush()
+def _connected(
+    store: dist.Store | None, ranks: int
+) -> tuple[Connection, str, subprocess.Popen[bytes] | None]:
+    """Return a connection to the machine's process, its address, and it if this has started it."""
+    name = f"compiles on {socket.gethostname()}"
+    folder = tempfile.mkdtemp(prefix="zerofx-")  # nobody but this user may connect
+    own = os.path.join(folder, "compiles")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(own)
+        listener.listen()  # from now on others can connect: it accepts them when it is there
+        address = ended = ""
+        while address != own:
+            address = own if store is None else store.compare_set(name, ended, own).decode()
+            try:
+                connection = Client(address, "AF_UNIX")
+            except OSError:
+                if address == own:
+                    raise
+                ended = address
+                continue
+            if address == own:
+                return connection, own, _started(listener, own, ranks)
+            break
+        shutil.rmtree(folder)
+        return connection, address, None
 
 
-def _arrived(waiting: Queue[Work], wait: bool) -> list[Work]:
-    found = [waiting.get()] if wait else []
-    while True:
-        try:
-            found.append(waiting.get_nowait())
-        except Empty:
-            return found
-
-
-def _compile_together(works: Sequence[Work], turns: contextlib.ExitStack) -> list[Work]:
-    """Compile what no other process does, until ``turns`` are over, and its C++ kernels together.
-
-    What fails is left to whoever needs it.
-    """
-    mine = []
-    with contextlib.suppress(Exception), compat.cpp_kernels.kernels_together():
-        for work in works:
-            if turns.enter_context(turn_to_compile(work.text, waits=False)):
-                mine.append(work)
-                with contextlib.suppress(Exception):
-                    _compile(work)
-    return mine
-
-
-def _compile(work: Work) -> None:
-    (gm,), (sample, *others) = unpacked(work.packed)
-    values = [one.made() for one in sample]
-    if work.of_any_length:
-        compat.inductor.CompiledForAnyLength(gm).compile(values)
-    else:
-        compiled_region(gm, values, *others)
+def _started(listener: socket.socket, address: str, ranks: int) -> subprocess.Popen[bytes]:
+    listens = listener.fileno()
+    code = f"""{LET_OTHERS_GO_FIRST}
+from zerofx.lower.compile_server import serve
+serve({listens}, {address!r}, {ranks})
+"""
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[listens],
+        env={**environment(), **NOT_ON_DEVICES, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
+        start_new_session=True,  # Ctrl-C is for the training, with which it ends
+    )
