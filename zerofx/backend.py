@@ -70,7 +70,7 @@ AT_ONCE_TIMEOUT_S = 1800.0
 """The time that a rank waits for the others to begin a step, as long as gloo waits in one."""
 
 PAUSE = 2.0
-"""How long a step that runs operator by operator waits, times the last one, where ranks have no
+"""How long a step that runs operator by operator waits, times the fastest one, where ranks have no
 second core each: what compiles needs the same one, and a step is to take no more than three."""
 
 RAN_EAGERLY = (

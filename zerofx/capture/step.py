@@ -49,6 +49,7 @@ from zerofx.ir.key import (
 from zerofx.ir.mesh import Mesh
 from zerofx.ir.packing import packed, unpacked
 from zerofx.ir.parameters import ParameterInfo, ParameterTable
+from zerofx.ir.sizes import is_symbolic
 from zerofx.options import Options
 from zerofx.runtime.parameters.registry import REGISTRY
 
@@ -194,6 +195,7 @@ class StepCapture:
                     marker = graph.call_function(ops.gradient, (item, parameter))
                 marker.meta = dict(item.meta)
                 item.replace_all_uses_with(marker, lambda user, marker=marker: user is not marker)
+                _take_for_its_copy(marker)
 
     def _find_gradient_outputs(self) -> dict[int, int]:
         """Return the results that Dynamo stores as a parameter's ``.grad``, by position."""
@@ -365,6 +367,33 @@ def _set_assigned_data(gm: fx.GraphModule) -> None:
             node.target = torch.Tensor.set_
             with gm.graph.inserting_after(node):
                 gm.graph.call_function(no_write, (node,)).meta = dict(node.meta)
+
+
+def _take_for_its_copy(gradient: fx.Node) -> None:
+    """``e = empty_like(p);  e.copy_(gradient)`` -> ``gradient``, which is as fresh and laid out so.
+
+    Dynamo writes that for ``p.grad``, and AOTAutograd would trace both for each parameter.
+    """
+    (copy, *others) = gradient.users or (None,)
+    if others or copy is None or copy.target != "copy_" or copy.args[1:] != (gradient,):
+        return
+    into = copy.args[0]
+    if into.target is not torch.empty_like or into.kwargs or min(into.users) is not copy:
+        return
+    mine, its = (node.meta["example_value"] for node in (gradient, into))
+    if is_symbolic(mine) or is_symbolic(its) or _layout(mine) != _layout(its):
+        return
+    graph, name = gradient.graph, into.name
+    gradient.meta = into.meta
+    copy.replace_all_uses_with(gradient)
+    graph.erase_node(copy)
+    into.replace_all_uses_with(gradient)
+    graph.erase_node(into)
+    gradient.name = name  # by which Dynamo's results go
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
 def no_write(tensor: torch.Tensor) -> torch.Tensor:

@@ -157,7 +157,7 @@ class AtOnce:
         self.name = name  # of the program
         self.exchange = exchange
         self.record = record
-        self.pause = pause  # before a step, times what the last one took
+        self.pause = pause  # before a step, times what the fastest one took
         self.threads = threads  # the most that a region has until it is taken over
         self._took_s = 0.0
         self._fastest_s = LONGEST_PAUSE_S
@@ -306,9 +306,8 @@ class AtOnce:
             )
         common = [] if self.is_over else self._take_over_with_all(most - len(own))
         if not own and not common and (self._units or self._own) and self.step > STEPS_THAT_ASK:
-            time.sleep(
-                min(self.pause * self._fastest_s, LONGEST_PAUSE_S)
-            )  # the process has the core
+            pause_s = self.pause * self._fastest_s  # in which the process has the core
+            time.sleep(min(pause_s, LONGEST_PAUSE_S))
         if self.step > 1 and not self._units and not self._own and self._process is not None:
             self._process.close()
             self._process = None
