@@ -93,6 +93,16 @@ def test_what_waits_is_begun_when_a_process_has_ended(server):
     assert server.forked[2:] == [(b"settings", ["c"])]
 
 
+def test_a_rank_that_asks_for_what_is_done_is_told_so_at_once(server):
+    rank = client_of(server, b"settings")
+    server.asked.add("early")
+    server.done.add("early")
+    give(server, rank, [work("early"), work("late")])
+    assert pickle.loads(rank[0].recv_bytes()) == ["early"]
+    server._start()
+    assert server.forked == [(b"settings", ["late"])]
+
+
 @pytest.mark.parametrize("ends", ["says so", "is gone"])
 def test_a_rank_that_closes_or_ends_is_no_client_any_more(server, ends):
     mine, its = client_of(server, b"settings")

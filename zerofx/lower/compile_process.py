@@ -90,7 +90,7 @@ class CompileProcess:
             self._connection, self._address, self.process = _connected(store, ranks)
         except OSError as error:
             logger.warning("%s: %s", ENDED, error)
-            self._is_ready = compat.inductor.prepare_beside()
+            self._prepare()
             self._has_ended.set()
             return
         for run in (self._send, self._listen):
@@ -118,6 +118,11 @@ class CompileProcess:
         self._is_closed = True
         self._to_send.put(None)
 
+    def _prepare(self, keys: dict[str, Any] | None = None) -> None:
+        if self._is_ready is None:
+            with contextlib.suppress(RuntimeError):  # the training ends, and takes nothing over
+                self._is_ready = compat.inductor.prepare_beside(keys)
+
     def _send(self) -> None:
         """Send what is to be compiled: the process reads it once it has imported torch."""
         with contextlib.suppress(OSError):
@@ -129,13 +134,12 @@ class CompileProcess:
     def _listen(self) -> None:
         """Note what is done; at first comes what the process has found out for all ranks."""
         with contextlib.suppress(EOFError, OSError):
-            keys = pickle.loads(self._connection.recv_bytes())
-            self._is_ready = compat.inductor.prepare_beside(keys)
+            self._prepare(pickle.loads(self._connection.recv_bytes()))
             while True:
                 done = pickle.loads(self._connection.recv_bytes())
                 for text in self._done.keys() & done:
                     self._done[text].set()
-        self._is_ready = self._is_ready or compat.inductor.prepare_beside()
+        self._prepare()
         self._has_ended.set()
         self._connection.close()
         if not self._is_closed:

@@ -61,7 +61,7 @@ class _Server:
     waiting: list[tuple[bytes, Work]] = field(default_factory=list)
     children: list[_Child] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
-    done: list[str] = field(default_factory=list)
+    done: set[str] = field(default_factory=set)
 
     def run(self) -> None:
         has_begun = False
@@ -80,7 +80,6 @@ class _Server:
         client = Connection(self.listener.accept()[0].detach())
         self.clients[client] = b""
         self._tell(client, self.keys)
-        self._tell(client, self.done)
 
     def end(self) -> None:
         """End what compiles still: nobody needs it."""
@@ -103,10 +102,13 @@ class _Server:
         elif not self.clients[client]:
             self.clients[client] = message
         else:
-            for work in pickle.loads(message):
+            works = pickle.loads(message)
+            for work in works:
                 if work.text not in self.asked:
                     self.asked.add(work.text)
                     self.waiting.append((self.clients[client], work))
+            if done := [work.text for work in works if work.text in self.done]:
+                self._tell(client, done)
 
     def _start(self) -> None:
         """Divide what waits among processes, as many as there may be yet."""
@@ -143,7 +145,7 @@ class _Server:
         self.children.remove(child)
         child.ends.close()
         os.waitpid(child.number, 0)
-        self.done += child.texts
+        self.done.update(child.texts)
         for client in self.clients:
             self._tell(client, child.texts)
 
