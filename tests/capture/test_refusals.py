@@ -6,7 +6,6 @@ import copy
 import datetime
 import json
 import logging
-import random
 import threading
 import time
 import warnings
@@ -128,10 +127,6 @@ def reads_the_date(model, optimizer, x, loss):
     SEEN.append(datetime.datetime.now())
 
 
-def draws_in_python(model, optimizer, x, loss):
-    return loss * random.random()
-
-
 def makes_a_generator(model, optimizer, x, loss):
     return torch.randn(1, generator=torch.Generator())
 
@@ -188,7 +183,6 @@ CAUSES = {
     gets_a_logger: ("logger", "when the module is imported"),
     reads_the_clock: ("reads the clock", "around the call"),
     reads_the_date: ("reads the clock", "around the call"),
-    draws_in_python: ("random number in Python", "torch.rand"),
     makes_a_generator: ("random generator", "manual_seed"),
     shows_progress: ("reports progress", "after the call"),
     reduces: ("communicates between ranks", "averaged without it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections import defaultdict
@@ -46,6 +47,7 @@ def check_step(step: StepCapture) -> None:
         refuse_gradient_hooks(parameter, info.name)
     _check_memory_is_own(step)
     _check_writes(step)
+    _check_numbers(step)
     if step.mesh.world_size > 1:
         _check_plain_tensors(step)
     for node in step.gm.graph.nodes:
@@ -125,6 +127,57 @@ def _check_writes(step: StepCapture) -> None:
                 "then. Set it before the call, or call a learning-rate scheduler after it."
                 f"{_location(node)}"
             )
+
+
+def _check_numbers(step: StepCapture) -> None:
+    """Refuse a number whose type a result gets, as Dynamo passes it as a tensor and Python not.
+
+    So it does with NumPy's: the product of one and a loss in float32 would be float64.  One that
+    Python draws is of another type when the program runs than when it is traced (2.13).
+    """
+    numbers = {node: node for node in step.placeholders if compat.dynamo.is_number(node)}
+    for drawn in numbers:
+        if compat.dynamo.source_name(drawn).startswith("random_value") and drawn.users:
+            raise StepError(
+                "the step computes with a random number that it draws in Python, which torch "
+                "takes for a tensor, of another type than the number has. Draw it with torch "
+                "(torch.rand), or before the call and give it as an argument."
+                f"{_location(next(iter(drawn.users)))}"
+            )
+    for node in step.gm.graph.nodes if numbers else ():
+        value = node.meta.get("example_value")
+        tensors = {
+            source: its
+            for source in node.all_input_nodes
+            if isinstance(its := source.meta.get("example_value"), torch.Tensor)
+        }
+        given = [source for source in tensors if source in numbers]
+        if not given or not isinstance(value, torch.Tensor):
+            continue
+        others = [its.dtype for source, its in tensors.items() if source not in numbers]
+        if not others:  # computed of numbers alone: one too
+            numbers[node] = numbers[given[0]]
+            continue
+        mine = functools.reduce(torch.promote_types, (tensors[source].dtype for source in given))
+        meant = functools.reduce(torch.promote_types, others)
+        if mine.is_floating_point and not (meant.is_floating_point or meant.is_complex):
+            meant = torch.get_default_dtype()
+        if value.dtype != meant and value.dtype in (mine, torch.promote_types(mine, meant)):
+            how = f"the result is {value.dtype}, and without torch.compile {meant}"
+        elif value.dtype == meant in _HALVES and next(iter(tensors)) in given:  # a kernel's way
+            how = f"it is rounded to {meant} first, and not without torch.compile"
+        else:
+            continue
+        source_text = compat.dynamo.source_name(numbers[given[0]])
+        name = readable(source_text.removeprefix("___from_numpy(").removesuffix(")"))
+        raise StepError(
+            f"the step computes with {name!r}, a number of NumPy's, which torch takes for a "
+            f"tensor: {how}. Pass float({name}), or a tensor of the type that you "
+            f"mean.{_location(node)}"
+        )
+
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def _has_methods_of_its_own(optimizer: torch.optim.Optimizer) -> bool:

@@ -135,6 +135,14 @@ def source_name(placeholder: torch.fx.Node) -> str:
     return getattr(source, "name", placeholder.name)
 
 
+def is_number(placeholder: torch.fx.Node) -> bool:
+    """Return whether a graph input stands for a number, of NumPy's or drawn, as a tensor."""
+    argument = placeholder.meta.get("grapharg")
+    example = placeholder.meta.get("example_value")
+    is_tensor = isinstance(example, torch.Tensor) and example.dim() == 0
+    return is_tensor and bool(getattr(argument, "pass_arg_as_tensor", False))
+
+
 def modified_objects() -> dict[int, set[str]]:
     """The objects that the function being compiled writes to, by id; which attributes of each."""
     effects = InstructionTranslator.current_tx().output.side_effects
