@@ -471,8 +471,13 @@ def is_on_cpu(value: Any) -> bool:
 
 
 def _in_thread_of_its_own(function: Callable[[], Any]) -> Any:
-    """Call it there with this thread's device and settings: Inductor's are per context, in some."""
-    worker = Worker("compiles")
+    """Call it there with this thread's device and settings: Inductor's are per context, in some.
+
+    In torch 2.11 a process crashes where the first thread that had a mode of fake tensors has
+    ended, and another one enters one.
+    """
+    with FakeTensorMode():
+        worker = Worker("compiles")
     try:
         in_context = functools.partial(contextvars.copy_context().run, function)
         return worker.start(in_context).result()
