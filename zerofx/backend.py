@@ -532,13 +532,13 @@ class CompiledFunction:
             pause = 0.0 if cores >= 2 else PAUSE
             record = self.record if is_common else None
             threads = max(1, cores - 1)
-            beside, self.compiles_beside = self.compiles_beside, None
-            asks = self._compile_process, beside
-            start = AtOnce(name, exchange, record, pause, threads, *asks)
+            process, self.compiles_beside = self.compiles_beside, None
+            start = AtOnce(name, exchange, record, pause, threads, self._compile_process, process)
             self.starting[key] = start, agreement
         return self.starting[key][0]
 
     def _compile_process(self) -> CompileProcess:
+        """Ask for the process that compiles for the ranks of this machine."""
         ranks = ranks_of_machine(self.communicator.world_size)
         return CompileProcess(self.agreement.store, ranks)
 
@@ -582,7 +582,7 @@ class CompiledFunction:
         is_beside = options.lowering == "inductor" and options.start != "compiled"
         if is_beside and compat.compile_cache.is_kept():
             self.compiles_beside = self._compile_process()  # it imports torch while this one traces
-            weakref.finalize(self, self.compiles_beside.close).atexit = False
+            weakref.finalize(self, self.compiles_beside.close)
         self.options = options  # last: a call after one that fails here begins anew
 
 

@@ -31,6 +31,26 @@ class Expanded(Plain):
         return self.weight.sum() + (self.bias * x.mean()).square().sum()
 
 
+class _Half(torch.autograd.Function):
+    """Half a parameter's square, whose gradient is the parameter itself."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.save_for_backward(weight)
+        return weight.square().sum() / 2
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.saved_tensors[0]
+
+
+class Itself(Plain):
+    """A weight whose gradient is the weight, in one memory."""
+
+    def forward(self, x):
+        return _Half.apply(self.weight) + (self.bias * x.mean()).square().sum()
+
+
 def one_backward(model, optimizer, x):
     loss = model(x)
     loss.backward()
@@ -87,6 +107,8 @@ CASES = [
     (two_backwards, Plain, 0),
     (one_backward, Expanded, 1),
     (of_a_gradient, Plain, 0),
+    (one_backward, Itself, 1),
+    (scaled, Itself, 1),
 ]
 
 

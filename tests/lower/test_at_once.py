@@ -54,6 +54,8 @@ def body(is_alike=False):
 class Process:
     """Compiles what a test says."""
 
+    has_ended = False
+
     def __init__(self):
         self.given, self.done, self.is_closed = [], set(), False
 

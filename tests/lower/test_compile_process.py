@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import shutil
 import socket
+import tempfile
 from unittest import mock
 
 import pytest
@@ -30,7 +32,7 @@ def work(text, size=1, **more):
 @pytest.fixture
 def server():
     """One that forks nothing, and notes what it would have had compiled."""
-    with socket.socket() as listener:
+    with socket.create_server(("localhost", 0)) as listener:
         server = _Server(listener, 2, {})
         server.forked = []
 
@@ -103,15 +105,18 @@ def test_a_rank_that_asks_for_what_is_done_is_told_so_at_once(server):
     assert server.forked == [(b"settings", ["late"])]
 
 
-@pytest.mark.parametrize("ends", ["says so", "is gone"])
-def test_a_rank_that_closes_or_ends_is_no_client_any_more(server, ends):
+def test_a_rank_that_has_ended_is_no_client_any_more(server):
     mine, its = client_of(server, b"settings")
-    if ends == "says so":
-        mine.send_bytes(pickle.dumps(None))
-    else:
-        mine.close()
+    mine.close()
     server._receive(its)
     assert not server.clients
+
+
+def test_where_nobody_asks_for_long_it_ends(server, monkeypatch):
+    monkeypatch.setattr(compile_server, "IDLE_S", 0.01)
+    client = client_of(server, b"settings")
+    server.run()
+    assert server.clients and client
 
 
 def test_where_it_cannot_be_started_all_counts_as_done(monkeypatch, caplog):
@@ -123,6 +128,60 @@ def test_where_it_cannot_be_started_all_counts_as_done(monkeypatch, caplog):
     assert process.is_done("one")
     assert "the ranks compile what is missing" in caplog.text and "no socket" in caplog.text
     process.close()
+
+
+def test_of_what_cannot_be_started_nothing_is_left(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(compile_process, "_started", mock.Mock(side_effect=OSError("no process")))
+    with pytest.raises(OSError, match="no process"):
+        compile_process._connected(dist.HashStore(), 1)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.fixture
+def far_away(monkeypatch, tmp_path):
+    """A folder for temporary files whose path is longer than a socket's may be."""
+    folder = tmp_path / ("far" * 40)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+
+@pytest.mark.usefixtures("far_away")
+def test_it_starts_wherever_temporary_files_are(monkeypatch):
+    monkeypatch.setattr(compile_process, "_started", mock.Mock())
+    connection, address, _ = compile_process._connected(None, 1)
+    assert len(address) < 104
+    connection.close()
+    shutil.rmtree(os.path.dirname(address))
+
+
+def test_ranks_with_a_cache_of_their_own_have_a_process_of_their_own(monkeypatch, tmp_path):
+    listening = []
+
+    def start(listener, *_):
+        listening.append(listener.dup())
+        return mock.Mock()
+
+    monkeypatch.setattr(compile_process, "_started", start)
+    store, addresses = dist.HashStore(), []
+    for name in ("one", "other", "other"):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / name))
+        connection, address, _ = compile_process._connected(store, 2)
+        connection.close()
+        addresses.append(address)
+    one, other, again = addresses
+    assert one != other == again and len(listening) == 2
+    for address, listener in zip((one, other), listening, strict=True):
+        listener.close()
+        shutil.rmtree(os.path.dirname(address), ignore_errors=True)
+
+
+def test_a_process_that_is_forked_off_waits_for_nothing(monkeypatch):
+    monkeypatch.setattr(compile_process, "_connected", mock.Mock(side_effect=OSError))
+    process = CompileProcess()
+    process.compile([work("one")])
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert process.has_ended and process.is_done("one")
 
 
 @pytest.fixture
@@ -150,7 +209,7 @@ def test_ranks_of_a_machine_share_one_that_outlives_the_rank_that_has_started_it
     region.compile_ahead()
     assert not region.compiled[0].error
     assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] == 1
-    folder = os.path.dirname(store.get(f"compiles on {socket.gethostname()}").decode())
+    folder = os.path.dirname(second._address)
     assert os.path.isdir(folder)
     third = CompileProcess(store, 2)  # finds it there, and what it has done
     third.compile([work_of(region)])

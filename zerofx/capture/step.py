@@ -393,7 +393,7 @@ def _take_for_its_copy(gradient: fx.Node) -> None:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad
 
 
 def no_write(tensor: torch.Tensor) -> torch.Tensor:

@@ -79,10 +79,15 @@ _DIGEST = hashlib.sha256().digest_size
 _UNFINISHED = ".unfinished"
 
 
-def _path_of(key: str) -> str:
+def folder() -> str:
+    """Return the folder of the cache.  Raises: OSError if it is not there and cannot be made."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return os.path.join(cache_dir(), PROGRAMS, key)
+    return cache_dir()
+
+
+def _path_of(key: str) -> str:
+    return os.path.join(folder(), PROGRAMS, key)
 
 
 def _make_room(folder: str, nbytes: int) -> None:
@@ -132,11 +137,9 @@ def _locks() -> int | None:
 
     It stays open: whoever closes a file lets go of all locks that the process has in it.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     if not is_kept():
         return None
-    path = os.path.join(cache_dir(), LOCKS)
+    path = os.path.join(folder(), LOCKS)
     with _OPENING, contextlib.suppress(OSError):
         if path in _opened and not _is_there(path, _opened[path]):
             os.close(_opened.pop(path))

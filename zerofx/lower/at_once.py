@@ -142,6 +142,9 @@ class AtOnce:
 
     Regions of a later program that no other rank has to have alike are this rank's ``own``: it
     takes them over without asking, be the others in that program or not.
+
+    What compiles is the ``process`` that it is given, and where that is let go of, or there is
+    none, one that it ``asks`` for.
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class AtOnce:
         record: Record | None = None,
         pause: float = 0.0,
         threads: int | None = None,
-        ask: Callable[[], CompileProcess] | None = None,
+        asks: Callable[[], CompileProcess] | None = None,
         process: CompileProcess | None = None,
     ) -> None:
         self.name = name  # of the program
@@ -167,7 +170,7 @@ class AtOnce:
         self.taken: dict[str, int] = {}
         self._units: dict[str, _Unit] = {}  # those that are not taken over yet
         self._own: dict[str, _Unit] = {}  # of later programs, by their texts
-        self._ask = ask or CompileProcess  # for what compiles, if there is none
+        self._asks = asks or CompileProcess
         self._process: CompileProcess | None = None
         if process is not None:
             self._compile_in(process)
@@ -239,14 +242,20 @@ class AtOnce:
         self._took_s = time.perf_counter() - begun_s
         self._fastest_s = min(self._fastest_s, self._took_s)
         if self._works:
-            self._compile_in(self._process or self._ask()).compile(self._works)
+            self._compile_in(self._living() or self._asks()).compile(self._works)
             self._works = []
 
     def _compile_in(self, process: CompileProcess) -> CompileProcess:
+        """Have works compiled there; it is let go of with this, at the latest."""
         if process is not self._process:
             self._process = process
-            weakref.finalize(self, process.close).atexit = False  # it ends with this one
+            weakref.finalize(self, process.close)
         return process
+
+    def _living(self) -> CompileProcess | None:
+        """Return what compiles, unless it has ended."""
+        process = self._process
+        return None if process is None or process.has_ended else process
 
     def _later(self, kernel: CompiledForAnyLength, inputs: Sequence[Any]) -> bool:
         """Have an update's kernel compiled; return whether it is taken over later."""
@@ -288,10 +297,11 @@ class AtOnce:
         unit = (self._units if units is None else units).setdefault(name, _Unit())
         unit.texts.add(work.text)
         unit.takes[by] = take
-        if self._process is None or self.step < 2:
+        process = self._living()
+        if process is None or self.step < 2:
             self._works.append(work)
         else:
-            self._process.compile([work])
+            process.compile([work])
 
     def _begin_step(self) -> None:
         """Take over what is ready, alone and with all ranks; pause if that is nothing."""

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
-from queue import Queue
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -73,9 +73,9 @@ class Work:
 class CompileProcess:
     """Has the process of this machine compile, and tells when each work is in Inductor's cache.
 
-    Of ``ranks`` on the machine that share a ``store``, the first to ask starts it.  It lives until
-    all that have asked close, or have ended.  If it ends by itself, all that it was given counts as
-    done: whoever needs it compiles it.
+    Of ``ranks`` on the machine that share a ``store`` and a cache, the first to ask starts it.  It
+    lives until all that have asked close, or have ended, or nobody has asked for long.  If it ends
+    by itself, all that it was given counts as done: whoever needs it compiles it.
     """
 
     def __init__(self, store: dist.Store | None = None, ranks: int = 1) -> None:
@@ -84,7 +84,8 @@ class CompileProcess:
         self._is_closed = False
         self._is_ready: threading.Event | None = None  # this one, to take over
         self.process: subprocess.Popen[bytes] | None = None  # if this one has started it
-        self._to_send: Queue[Any] = Queue()
+        self._of = os.getpid()  # one that is forked off has no threads of this
+        self._to_send: SimpleQueue[Any] = SimpleQueue()
         self._to_send.put(compat.inductor.settings())
         try:
             self._connection, self._address, self.process = _connected(store, ranks)
@@ -93,6 +94,7 @@ class CompileProcess:
             self._prepare()
             self._has_ended.set()
             return
+        self._socket = socket.socket(fileno=os.dup(self._connection.fileno()))
         for run in (self._send, self._listen):
             threading.Thread(target=run, name="zerofx beside", daemon=True).start()
 
@@ -103,8 +105,15 @@ class CompileProcess:
             self._done.update((work.text, threading.Event()) for work in new)
             self._to_send.put(new)
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether nothing more will be compiled by it."""
+        return self._has_ended.is_set() or self._of != os.getpid()
+
     def is_done(self, text: str) -> bool:
         """Return whether what ``text`` describes need not be waited for any longer."""
+        if self._of != os.getpid():
+            return True
         has_come = self._done[text].is_set() or self._has_ended.is_set()
         return has_come and self._is_ready is not None and self._is_ready.is_set()
 
@@ -115,8 +124,12 @@ class CompileProcess:
 
     def close(self) -> None:
         """Need it no longer; what it is compiling for nobody else is lost."""
+        if self.has_ended or self._is_closed:
+            return
         self._is_closed = True
-        self._to_send.put(None)
+        self._to_send.put(None)  # ends the thread
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)  # whoever else holds it, having been forked
 
     def _prepare(self, keys: dict[str, Any] | None = None) -> None:
         if self._is_ready is None:
@@ -126,9 +139,7 @@ class CompileProcess:
     def _send(self) -> None:
         """Send what is to be compiled: the process reads it once it has imported torch."""
         with contextlib.suppress(OSError):
-            message: Any = self
-            while message is not None:  # which closes: others may hold the connection, if they fork
-                message = self._to_send.get()
+            while (message := self._to_send.get()) is not None:
                 self._connection.send_bytes(pickle.dumps(message))
 
     def _listen(self) -> None:
@@ -142,7 +153,8 @@ class CompileProcess:
         self._prepare()
         self._has_ended.set()
         self._connection.close()
-        if not self._is_closed:
+        self._socket.close()
+        if not (self._is_closed or all(done.is_set() for done in self._done.values())):
             logger.warning("%s: it has ended", ENDED)
         if self.process is not None:
             self.process.wait()
@@ -153,27 +165,35 @@ def _connected(
     store: dist.Store | None, ranks: int
 ) -> tuple[Connection, str, subprocess.Popen[bytes] | None]:
     """Return a connection to the machine's process, its address, and it if this has started it."""
-    name = f"compiles on {socket.gethostname()}"
-    folder = tempfile.mkdtemp(prefix="zerofx-")  # nobody but this user may connect
-    own = os.path.join(folder, "compiles")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(own)
-        listener.listen()  # from now on others can connect: it accepts them when it is there
-        address = ended = ""
-        while address != own:
-            address = own if store is None else store.compare_set(name, ended, own).decode()
-            try:
-                connection = Client(address, "AF_UNIX")
-            except OSError:
-                if address == own:
-                    raise
-                ended = address
-                continue
-            if address == own:
-                return connection, own, _started(listener, own, ranks)
-            break
-        shutil.rmtree(folder)
-        return connection, address, None
+    name = f"compiles on {socket.gethostname()} into {compat.compile_cache.folder()}"
+    where = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="zerofx-", dir=where if len(where) < LONGEST else "/tmp")
+    own = os.path.join(folder, "compiles")  # where nobody but this user may connect
+    is_started = False
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(own)
+            listener.listen()  # from now on others can connect: it accepts them when it is there
+            address = ended = ""
+            while True:
+                address = own if store is None else store.compare_set(name, ended, own).decode()
+                try:
+                    connection = Client(address, "AF_UNIX")
+                    break
+                except OSError:
+                    if address == own:
+                        raise
+                    ended = address
+            process = _started(listener, own, ranks) if address == own else None
+            is_started = process is not None
+            return connection, address, process
+    finally:
+        if not is_started:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+LONGEST = 80
+"""The longest path of a folder that may have a socket's in it, which takes no more than 104."""
 
 
 def _started(listener: socket.socket, address: str, ranks: int) -> subprocess.Popen[bytes]:

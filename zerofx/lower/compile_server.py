@@ -23,6 +23,9 @@ from zerofx.ir.packing import unpacked
 from zerofx.lower.compile_process import Work
 from zerofx.lower.regions import compiled_region
 
+IDLE_S = 600.0
+"""As long as it has nothing to do before it ends: the first call of some takes minutes."""
+
 
 def serve(listens: int, address: str, ranks: int) -> None:
     """Compile for those who connect, with so many processes at most, until the last has closed.
@@ -31,6 +34,7 @@ def serve(listens: int, address: str, ranks: int) -> None:
     own, which goes with this process.
     """
     os.dup2(2, 1)  # what compilers print is nothing that the training prints
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whatever who has started it does with it
     compat.rehearsal.warm_up()
     server = _Server(socket.socket(fileno=listens), ranks, compat.inductor.keys())
     try:
@@ -64,9 +68,13 @@ class _Server:
     done: set[str] = field(default_factory=set)
 
     def run(self) -> None:
+        """Compile until the last client has closed, or for ``IDLE_S`` nobody has asked."""
         has_begun = False
         while self.clients or not has_begun:
-            ready = set(wait([self.listener, *self.clients, *(one.ends for one in self.children)]))
+            ends = [child.ends for child in self.children]
+            ready = set(wait([self.listener, *self.clients, *ends], None if ends else IDLE_S))
+            if not ready:
+                return
             for child in [one for one in self.children if one.ends in ready]:
                 self._has_ended(child)
             for client in [one for one in self.clients if one in ready]:
@@ -91,15 +99,14 @@ class _Server:
             client.send_bytes(pickle.dumps(message))
 
     def _receive(self, client: Connection) -> None:
-        """Read what a client wants compiled; at first come its settings, at last nothing."""
+        """Read what a client wants compiled, behind its settings; or let go of one that closes."""
         try:
             message = client.recv_bytes()
         except (EOFError, OSError):
-            message = _CLOSES
-        if message == _CLOSES:
             del self.clients[client]
             client.close()
-        elif not self.clients[client]:
+            return
+        if not self.clients[client]:
             self.clients[client] = message
         else:
             works = pickle.loads(message)
@@ -148,9 +155,6 @@ class _Server:
         self.done.update(child.texts)
         for client in self.clients:
             self._tell(client, child.texts)
-
-
-_CLOSES = pickle.dumps(None)
 
 
 def _compile_all(left: Sequence[Work]) -> None:
