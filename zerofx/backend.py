@@ -294,9 +294,6 @@ class CompiledFunction:
         starting = [meeting for start, meeting in self.starting.values() if not start.is_over]
         for meeting in (self.agreement, *starting):
             meeting.fail(f"{type(error).__name__}: {error}")
-        if self.compiles_beside is not None:
-            self.compiles_beside.close()
-            self.compiles_beside = None
 
     def _warm_up(self) -> None:
         """Do, while another rank traces, what regions need to be compiled or taken over."""
