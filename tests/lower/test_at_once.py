@@ -237,6 +237,19 @@ def test_a_later_program_starts_another_process(process):
     assert process.given == [region.text] and process.is_closed
 
 
+def test_where_the_process_has_ended_a_later_program_asks_for_another(process):
+    asked = []
+    rank = AtOnce("step", lambda value: [value], asks=lambda: asked.append(1) or Process())
+    rank.add(program(4))
+    with rank.running():
+        pass
+    rank._process.has_ended = True
+    rank.join(program(7))
+    with rank.running():
+        pass
+    assert len(asked) == 2 and len(rank._process.given) == 1
+
+
 def test_a_later_program_is_compiled_before_it_runs_where_a_record_says_what_ran(process, tmp_path):
     rank = AtOnce("step", lambda value: [value], Record(str(tmp_path / "steps.json"), True))
     rank.add(program(4))

@@ -125,7 +125,8 @@ def test_where_it_cannot_be_started_all_counts_as_done(monkeypatch, caplog):
         process = CompileProcess()
     process.compile([work("one")])
     process.wait("one")
-    assert process.is_done("one")
+    process.wait("what an earlier one was asked for")
+    assert process.is_done("one") and process.has_ended
     assert "the ranks compile what is missing" in caplog.text and "no socket" in caplog.text
     process.close()
 

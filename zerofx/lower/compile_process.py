@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
@@ -111,16 +112,20 @@ class CompileProcess:
         return self._has_ended.is_set() or self._of != os.getpid()
 
     def is_done(self, text: str) -> bool:
-        """Return whether what ``text`` describes need not be waited for any longer."""
+        """Return whether what ``text`` describes need not be waited for any longer.
+
+        So is what one was asked for that has ended since.
+        """
         if self._of != os.getpid():
             return True
-        has_come = self._done[text].is_set() or self._has_ended.is_set()
+        done = self._done.get(text)
+        has_come = done is None or done.is_set() or self._has_ended.is_set()
         return has_come and self._is_ready is not None and self._is_ready.is_set()
 
     def wait(self, text: str) -> None:
         """Return when that is so."""
         while not self.is_done(text):
-            self._done[text].wait(0.01)
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Need it no longer; what it is compiling for nobody else is lost."""
