@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
+import tests.conftest  # noqa: F401  # the backend's name
 from tests.kit.programs import _CapturingBackend, _Stop
 from zerofx.capture.step import StepCapture
+from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.mesh import Mesh
 from zerofx.options import Options
@@ -123,8 +126,6 @@ def test_a_gradient_is_copied_only_where_it_lies_otherwise(step, model, copied, 
 
 @pytest.mark.parametrize(("step", "model"), [case[:2] for case in CASES])
 def test_it_trains_as_eager_torch_does(step, model):
-    import tests.conftest  # noqa: F401  # the backend's name
-
     losses = []
     for wrapped in (step, torch.compile(step, backend="zero", options={"lowering": "eager"})):
         torch._dynamo.reset()
@@ -134,3 +135,56 @@ def test_it_trains_as_eager_torch_does(step, model):
         losses.append((got, [value.clone() for value in net.state_dict().values()]))
     assert losses[0][0] == losses[1][0]
     assert all(map(torch.equal, losses[0][1], losses[1][1]))
+
+
+class _Reversed(torch.autograd.Function):
+    """What it is given; its gradient with the other sign, of which nothing is saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+class Reversed(Plain):
+    def forward(self, x):
+        return super().forward(_Reversed.apply(x * self.bias.mean()))
+
+
+class Checkpointed(Plain):
+    """An ``autograd.Function`` that is computed again in backward."""
+
+    def forward(self, x):
+        half = torch.utils.checkpoint.checkpoint(_Half.apply, self.weight, use_reentrant=False)
+        return half + (self.bias * x.mean()).square().sum()
+
+
+@pytest.mark.parametrize("model", [Itself, Reversed, Checkpointed])
+def test_a_gradient_of_an_own_function_is_not_differentiated_again(model, request):
+    """torch.compile leaves out what it depends on, with every backend."""
+    net = model()
+    compiled = torch.compile(of_a_gradient, backend="zero", options={"lowering": "eager"})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(StepError, match=r"an autograd\.Function computes") as told:
+        compiled(net, optimizer, torch.ones(2, 4))
+    assert f"at {request.path}" in str(told.value)
+
+
+def test_a_gradient_of_others_beside_an_own_function_may_be():
+    def step(model, optimizer, x):
+        of_weight = model.weight.square().sum()
+        (slope,) = torch.autograd.grad(of_weight, [model.weight], create_graph=True)
+        loss = slope.square().sum() + _Half.apply(model.bias)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    found = []
+    for one in (step, torch.compile(step, backend="zero", options={"lowering": "eager"})):
+        torch._dynamo.reset()
+        net = Plain()
+        found.append(one(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.ones(2, 4)).item())
+    assert found[0] == found[1]

@@ -18,6 +18,7 @@ from zerofx.codegen.trace.arguments import is_own, is_torchs, own_attributes
 from zerofx.codegen.trace.independence import counts_in_groups
 from zerofx.errors import StepError
 from zerofx.ir import ops
+from zerofx.ir.reach import reached
 from zerofx.ir.source import source_line
 from zerofx.runtime.parameters.guarded import check_dense, refuse_gradient_hooks
 
@@ -58,6 +59,7 @@ def check_step(step: StepCapture) -> None:
             )
         if is_backward_call(node) and argument(node, 4, "create_graph"):
             _check_differentiated_again(node)
+            _check_own_backwards(step.gm, node)
         if "_get_data_attr" in str(node.target) and node.args[0] in step.index_of_input:
             _check_data(step, node)
         if node.target is torch.Tensor.set_ and node.args[0] in step.index_of_input:
@@ -220,6 +222,42 @@ def _check_differentiated_again(call: fx.Node) -> None:
             "torch.autograd.grad(loss, parameters, create_graph=True), and call backward() "
             f"without it on what the optimizer is to minimise.{_location(call)}"
         )
+
+
+def _check_own_backwards(gm: fx.GraphModule, call: fx.Node) -> None:
+    """Refuse to differentiate again what an ``autograd.Function`` says its gradient is.
+
+    Dynamo traces its backward without gradients (2.11 to 2.15): it would count as constant.
+    """
+    own = {
+        node
+        for part in gm.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+        if is_own_function(node)
+    }
+    if not own:
+        return
+    within = {name for name, part in gm.named_children() if own & set(_nodes_in(part))}
+    for node in reached([call], lambda node: node.all_input_nodes):
+        if node in own or (node.op == "get_attr" and node.target in within):
+            raise StepError(
+                "the step differentiates a gradient again (create_graph=True) that an "
+                "autograd.Function computes: torch.compile takes what its backward returns for "
+                "constant. Write the function with torch's operations, or compute that gradient "
+                f"so that it needs no other.{_location(node)}"
+            )
+
+
+def _nodes_in(part: Any) -> Iterator[fx.Node]:
+    for one in part.modules():
+        if isinstance(one, fx.GraphModule):
+            yield from one.graph.nodes
+
+
+def is_own_function(call: fx.Node) -> bool:
+    """Return whether a node calls a ``torch.autograd.Function``."""
+    return str(call.target) == "autograd_function_apply"
 
 
 def _check_data(step: StepCapture, node: fx.Node) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import fx
 
-from zerofx.capture.checks import argument, is_backward_call
+from zerofx.capture.checks import argument, is_backward_call, is_own_function
 from zerofx.errors import StepError
 from zerofx.ir import ops
 from zerofx.ir.reach import reached
@@ -93,7 +93,9 @@ def _checkpointed(gm: fx.GraphModule, nodes: Collection[fx.Node]) -> list[fx.Gra
     """
     named = dict(gm.named_modules())
     targets = {
-        node.target for node in nodes if node.op == "get_attr" and not any(map(_is_own, node.users))
+        node.target
+        for node in nodes
+        if node.op == "get_attr" and not any(map(is_own_function, node.users))
     }
     found = [named[target] for target in targets if target in named]
     return [module for module in found if isinstance(module, fx.GraphModule)]
@@ -105,7 +107,7 @@ def _check_functions(gm: fx.GraphModule, nodes: Collection[fx.Node]) -> None:
     A loss that is added to the gradients so is none that could be averaged over ranks.
     """
     named = dict(gm.named_modules())
-    for call in filter(_is_own, nodes):
+    for call in filter(is_own_function, nodes):
         forward, backward = (named[str(body.target)] for body in call.args[:2])
         results = forward.graph.output_node().args[0]
         saved = results[1] if isinstance(results, tuple) and len(results) == 2 else ()
@@ -121,11 +123,6 @@ def _check_functions(gm: fx.GraphModule, nodes: Collection[fx.Node]) -> None:
                     "stay the rank's own. Add that loss to the step's loss instead, or use "
                     f"loss='rank'.\n  at {source_line(call)}"
                 )
-
-
-def _is_own(call: fx.Node) -> bool:
-    """Return whether a node calls a ``torch.autograd.Function``."""
-    return str(call.target) == "autograd_function_apply"
 
 
 def _multiply_with_gradient(graph: fx.Graph, call: fx.Node) -> None:
