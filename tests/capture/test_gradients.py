@@ -1,4 +1,4 @@
-"""What AOTAutograd traces of ``p.grad``, for each parameter: its gradient, and no copy of it."""
+"""AOTAutograd traces each parameter's gradient, and no copy of it that ``p.grad`` would be."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_it_trains_as_eager_torch_does(step, model):
 
 
 class _Reversed(torch.autograd.Function):
-    """What it is given; its gradient with the other sign, of which nothing is saved."""
+    """Returns what it is given, and turns the sign of its gradient; it saves nothing."""
 
     @staticmethod
     def forward(ctx, x):

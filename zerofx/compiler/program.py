@@ -219,10 +219,7 @@ class Program:
             active.function.called(self.options)
             return results
         # Updates are traced as they will be in later calls.
-        with (
-            compat.tensors.without_dispatch_modes(),
-            self.first_call.part("taking charge"),
-        ):
+        with compat.tensors.without_dispatch_modes(), self.first_call.part("taking charge"):
             self.runtime = self._make_ready()
         return_freed_memory()
         with self.first_call.part("running"):
